@@ -1,0 +1,79 @@
+"""What a pass is: a small immutable value whose fields are its options and whose `run` edits through a `Rewriter`."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxbackend.matcher import Match, match
+from fxbackend.pattern import Expression
+from fxbackend.program import Stage
+from fxbackend.rewriter import Rewriter
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A step of a pipeline. Subclasses are frozen dataclasses.
+
+    Attributes:
+        name: the file stem, the name in reports and in dump folders.
+        stage: the stage whose program the pass works on (and helps to reach).
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+
+    @abstractmethod
+    def run(self, rw: Rewriter) -> None:
+        """Rewrites the program; every edit goes through `rw`."""
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"{self.name}({options})" if options else self.name
+
+
+class Refuse(Exception):
+    """Raised by `check` or `rewrite` of a pattern pass: leave this place as it is, for the reason given."""
+
+
+@dataclass(frozen=True)
+class PatternPass(Pass):
+    """A pass that is a pattern, a check and a rewrite, tried at every node of the graph in order."""
+
+    @abstractmethod
+    def patterns(self) -> Mapping[str, Expression]:
+        """The variants by name; the first that matches at a node wins."""
+
+    def check(self, match: Match) -> None:
+        """Raises `Refuse` with a sentence when a match must be left alone. Derived values go to `match.facts`."""
+
+    @abstractmethod
+    def rewrite(self, rw: Rewriter, match: Match) -> fx.Node | Mapping[fx.Node, fx.Node]:
+        """Builds the replacement; returns the new root, or a node for each matched node to be replaced."""
+
+    def run(self, rw: Rewriter) -> None:
+        """Matches, checks and rewrites every place once."""
+        patterns = self.patterns()
+        for node in list(rw.graph.nodes):
+            if node._erased:
+                continue
+            found = match(patterns, node)
+            if not isinstance(found, Match):
+                if found is not None:
+                    rw.near_miss(found.node, found.reason)
+                continue
+            try:
+                self.check(found)
+                with rw.at(found.point, origin=node):
+                    result = self.rewrite(rw, found)
+            except Refuse as refusal:
+                rw.refuse(node, str(refusal))
+                continue
+            found.assert_all_used(self.name)
+            rw.replace({node: result} if isinstance(result, fx.Node) else result)
+            rw.matched()

@@ -1,0 +1,206 @@
+"""The program: one flat FX graph, its weight plan and a few facts, at one stage of the pipeline."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fxbackend.errors import VerifyError
+from fxbackend.weights import WeightPlan
+
+
+class Stage(enum.IntEnum):
+    """What a program speaks; see the table in docs/architecture.md."""
+
+    CAPTURED = 0
+    CANONICAL = 1
+    SEMANTIC = 2
+    FUSED = 3
+    PARALLEL = 4
+    LOWERED = 5
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What conversion needs to know of a model beside its graph; read once from the config.
+
+    Attributes:
+        architecture: name of the Hugging Face class, such as `LlamaForCausalLM`.
+        model_type: `config.model_type`.
+        dtype: dtype of the activations.
+        max_model_len: how many positions a sequence may have; the height of every position table.
+        vocab_size: width of the logits.
+        world_size: tensor-parallel ranks this program is one of.
+        rank: which of them.
+        notes: sentences for the report (frozen rope frequencies and the like).
+    """
+
+    architecture: str
+    model_type: str
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    world_size: int = 1
+    rank: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A place that a pass looked at and left as it was."""
+
+    node: str
+    module: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.node} ({self.module or 'no module'}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: counts, time in milliseconds, refusals and the nearest misses."""
+
+    name: str
+    stage: Stage
+    matches: int
+    nodes_before: int
+    nodes_after: int
+    milliseconds: float
+    changed: bool
+    refusals: tuple[Refusal, ...] = ()
+    near_misses: tuple[Refusal, ...] = ()
+
+
+@dataclass
+class Program:
+    """A captured model on its way to a target.
+
+    Attributes:
+        graph: flat; placeholders `input_ids` and `positions`, `get_attr` nodes read weight slots, one output (logits).
+            Every node carries `meta["val"]` (fake tensor or symbolic int) and `meta["module"]` (module path).
+        weights: the plan that fills the slots.
+        facts: see `Facts`.
+        stage: what the graph speaks.
+        fake_mode: the mode of the fake tensors in `meta["val"]`.
+        history: one record per pass that ran.
+    """
+
+    graph: fx.Graph
+    weights: WeightPlan
+    facts: Facts
+    stage: Stage
+    fake_mode: FakeTensorMode
+    history: list[PassRecord] = field(default_factory=list)
+
+    def inputs(self) -> dict[str, fx.Node]:
+        """The placeholders by name."""
+        return {node.target: node for node in self.graph.find_nodes(op="placeholder")}  # type: ignore[misc]
+
+    def output(self) -> fx.Node:
+        """The node whose value is the logits."""
+        (out,) = self.graph.find_nodes(op="output")
+        return out.args[0]  # type: ignore[return-value]
+
+    def calls(self, *targets: object) -> list[fx.Node]:
+        """Call nodes of the given targets, in graph order."""
+        return [node for node in self.graph.nodes if node.op == "call_function" and node.target in targets]
+
+    def copy(self) -> Program:
+        """An independent copy: new graph and plan, shared fake values and constant tensors."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        return Program(graph, self.weights.copy(), self.facts, self.stage, self.fake_mode, list(self.history))
+
+    def run(self, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Runs the graph node by node on real tensors (the reference bodies of dialect ops).
+
+        Args:
+            inputs: a tensor for every placeholder.
+            weights: a tensor for every slot, as `WeightPlan.materialise` gives.
+        """
+        return Evaluator(self.graph, inputs, weights).run()
+
+
+class Evaluator:
+    """Evaluates nodes of a graph on real tensors, dropping each value after its last use."""
+
+    def __init__(self, graph: fx.Graph, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]):
+        self.graph = graph
+        self.inputs = inputs
+        self.weights = weights
+
+    def run(self) -> torch.Tensor:
+        """The value of the graph's output."""
+        values: dict[fx.Node, object] = {}
+        last_use = {arg: node for node in self.graph.nodes for arg in node.all_input_nodes}
+        with torch.no_grad():
+            for node in self.graph.nodes:
+                if node.op == "output":
+                    return values[node.args[0]]  # type: ignore[return-value, index]
+                values[node] = self.value(node, values)
+                for arg in node.all_input_nodes:
+                    if last_use[arg] is node:
+                        del values[arg]
+        raise VerifyError("the graph has no output.")
+
+    def value(self, node: fx.Node, values: Mapping[fx.Node, object]) -> object:
+        """The value of one node, given those of its arguments."""
+        if node.op == "placeholder":
+            return self.inputs[str(node.target)]
+        if node.op == "get_attr":
+            return self.weights[str(node.target)]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode with symbols of its own: guards learnt by another capture must not change this one."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+
+
+def token_input(mode: FakeTensorMode, name: str, shape: tuple[int, ...], device: torch.device | str) -> FakeTensor:
+    """A fake int64 input whose last dimension is a fresh token symbol."""
+    from torch._dynamo.source import ConstantSource
+
+    kinds = [DimDynamic.STATIC] * (len(shape) - 1) + [DimDynamic.DYNAMIC]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(shape))
+    example = torch.empty(shape, dtype=torch.int64, device="meta")
+    with mode:
+        fake = mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
+        return torch.empty(fake.shape, dtype=torch.int64, device=device)  # type: ignore[return-value]
+
+
+def value_of(node: fx.Node) -> torch.Tensor:
+    """The fake value of a node that is a tensor.
+
+    Raises:
+        VerifyError: the node has no tensor value.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise VerifyError(f"{node.name} ({module_of(node)}) has no tensor value.")
+    return value
+
+
+def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
+    """The shape of a node's value; the token dimension is a `SymInt`."""
+    return tuple(value_of(node).shape)
+
+
+def module_of(node: fx.Node) -> str:
+    """The module path that a node comes from, such as `model.layers.0.mlp`."""
+    return str(node.meta.get("module", ""))
+
+
+def tensor_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """The argument nodes of a node whose values are tensors."""
+    return (arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor))
