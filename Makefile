@@ -71,7 +71,7 @@ lint: $(PACKAGE)
 	$(PY) -m mypy
 
 docs: $(PACKAGE)
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf build dist site fxbackend.egg-info .pytest_cache .mypy_cache .ruff_cache
