@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ def source_files() -> dict[str, Path]:
 FILES = source_files()
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -103,9 +103,7 @@ def test_the_scan_sees_every_way_to_import() -> None:
     assert [name for _, name in in_package] == ["fxbackend.x.e"]
 
 
-@pytest.mark.parametrize(
-    ("library", "folder"), [("transformers", "fxbackend.hf"), ("vllm", "fxbackend.targets.vllm")]
-)
+@pytest.mark.parametrize(("library", "folder"), [("transformers", "fxbackend.hf"), ("vllm", "fxbackend.targets.vllm")])
 def test_one_folder_alone_imports(library: str, folder: str) -> None:
     assert not import_offences(lambda module: not below(module, folder), lambda name: below(name, library))
 
