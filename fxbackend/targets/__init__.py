@@ -1,0 +1,1 @@
+"""What a program is lowered to: `reference` (plain torch, the oracle) or `vllm`."""

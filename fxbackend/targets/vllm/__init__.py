@@ -1,0 +1,1 @@
+"""The vLLM target: the only folder of the package that imports vllm."""
