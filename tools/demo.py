@@ -73,7 +73,7 @@ def main() -> None:
     if not reports:
         raise SystemExit("the engine ran this model without fxbackend; is the package installed and enabled?")
     for report in reports:
-        console.print(report)
+        print(report, flush=True)
     for output in outputs:
         console.print(f"\nprompt:     {output.prompt}", markup=False, style="bold", soft_wrap=True)
         console.print(f"completion: {output.outputs[0].text.strip()}", markup=False, soft_wrap=True)
