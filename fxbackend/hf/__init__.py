@@ -1,0 +1,1 @@
+"""Everything that knows Hugging Face Transformers; the only folder that imports it."""

@@ -1,0 +1,261 @@
+"""Captures a causal language model, whole and once, as one flat graph of ATen ops before dispatch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from fxbackend.errors import CaptureError, FxBackendError
+from fxbackend.hf import hooks
+from fxbackend.program import Facts, Program, Stage, new_fake_mode, token_input
+from fxbackend.weights import Piece, Slot, WeightPlan
+
+_LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+def capture(model_class: type[PreTrainedModel], config: PretrainedConfig, facts: Facts,
+            instance: PreTrainedModel | None = None, device: torch.device | str = "cpu") -> Program:
+    """Captures `model_class(config)` with inputs `input_ids` and `positions` of shape `[1, tokens]`.
+
+    Args:
+        model_class: a causal language-model class of Transformers, or a user's own of the same kind.
+        config: its config; it is copied.
+        facts: as `read_facts` gives.
+        instance: a loaded model, whose buffers are taken and whose parameters must be those of the rebuilt one.
+        device: where the graph's tensors are to live.
+
+    Raises:
+        CaptureError: the forward specialises the token dimension, reads a value on the host, or calls an attention
+            with an operand that is not mapped.
+    """
+    mode = new_fake_mode()
+    fake = _build(model_class, config, facts.dtype, mode, device)
+    real = instance if instance is not None else _buffers_only(model_class, config, facts.dtype)
+    _same_parameters(fake, instance)
+    notes = _freeze_ropes(fake, real, facts.max_model_len)
+    facts = dataclasses.replace(facts, notes=facts.notes + notes)
+    graph, names = _trace(fake, facts, mode, device)
+    plan = _weight_plan(fake, real)
+    _name_inputs(graph, names)
+    return Program(graph, plan, facts, Stage.CAPTURED, mode).copy()  # a graph that no module owns
+
+
+def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype,
+           mode: FakeTensorMode, device: torch.device | str) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    with hooks.installed(lambda module: "", 1), mode, torch.device(device), no_init_weights():
+        model = _construct(model_class, config, dtype)
+    if model.config._attn_implementation not in (hooks.IMPLEMENTATION, "eager"):
+        raise CaptureError(f"{model_class.__name__} chose the attention {model.config._attn_implementation!r}.")
+    return model.eval()
+
+
+def _construct(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    def build(implementation: str) -> PreTrainedModel:
+        return model_class._from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=dtype)
+
+    if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
+        return build(hooks.IMPLEMENTATION)
+    return build("eager")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _buffers_only(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A second build with real buffers: rotary frequencies are in no checkpoint."""
+    with _parameters_on_meta(), torch.device("cpu"), no_init_weights():
+        return model_class._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
+
+
+def _same_parameters(fake: PreTrainedModel, instance: PreTrainedModel | None) -> None:
+    if instance is None:
+        return
+    rebuilt = {name: tuple(value.shape) for name, value in fake.named_parameters()}
+    given = {name: tuple(value.shape) for name, value in instance.named_parameters()}
+    if rebuilt != given:
+        wrong = sorted(name for name in rebuilt.keys() | given.keys() if rebuilt.get(name) != given.get(name))
+        raise CaptureError(
+            f"{type(instance).__name__} rebuilt from its config is not the model in hand: " +
+            ", ".join(f"{name} {given.get(name, 'absent')} in the model, {rebuilt.get(name, 'absent')} rebuilt"
+                      for name in wrong[:8]) + ". Its __init__ must make all parameters from the config alone."
+        )
+
+
+def _freeze_ropes(fake: PreTrainedModel, real: PreTrainedModel, longest: int) -> tuple[str, ...]:
+    """Ropes whose frequencies depend on the length read it on the host; they are frozen at `longest` positions."""
+    notes = []
+    for path, module in fake.named_modules():
+        kind = getattr(module, "rope_type", None)
+        if kind not in _LENGTH_DEPENDENT_ROPES:
+            continue
+        rotary = real.get_submodule(path)
+        rotary(torch.zeros(1, 1, dtype=torch.float32), torch.tensor([[longest - 1]]))
+        module.rope_type = "default"
+        module.attention_scaling = rotary.attention_scaling
+        notes.append(f"{path}: rope type {kind!r} depends on the length; its frequencies are those of "
+                     f"max_model_len={longest} tokens at every length.")
+    return tuple(notes)
+
+
+def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
+           device: torch.device | str) -> tuple[fx.Graph, list[str]]:
+    ids = token_input(mode, "input_ids", (1, 7), device)
+    with mode:
+        positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
+    tensors = _tensors(model)
+    paths = {module: path for path, module in model.named_modules()}
+    accepts = inspect.signature(model.forward).parameters
+    if "position_ids" not in accepts and not any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
+        raise CaptureError(f"{type(model).__name__}.forward takes no position_ids, which is not supported yet.")
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        state = dict(zip(tensors, values, strict=True))
+        with _reparametrize_module(model, state, tie_weights=True):
+            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+    tracer = make_fx(forward, tracing_mode="real", pre_dispatch=True, record_stack_traces=False)
+    try:
+        with hooks.installed(lambda m: paths.get(m, type(m).__name__), facts.max_model_len), _module_paths(paths), \
+                _no_collection(), mode, torch.no_grad(), torch.device(device):
+            module = tracer(ids, positions, *tensors.values())
+    except FxBackendError:
+        raise
+    except Exception as error:
+        where = _where(error)
+        raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: "
+                           f"{str(error).splitlines()[0] if str(error) else 'no message'}{where}") from error
+    tokens = ids.shape[-1]
+    if not isinstance(tokens, torch.SymInt) or tokens.node.maybe_as_int() is not None:
+        raise CaptureError(f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
+                           "token dimension with a constant.")
+    _no_silent_guards(mode, model, str(tokens.node.expr))
+    return module.graph, list(tensors)
+
+
+def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str) -> None:
+    """A branch on the token count was decided at trace time; it may not hold for another batch."""
+    guards = [str(guard.expr) for guard in mode.shape_env.guards if symbol in str(guard.expr)]  # type: ignore[union-attr]
+    if guards:
+        raise CaptureError(f"{type(model).__name__} branches on the number of tokens: {', '.join(guards[:4])} was taken "
+                           f"as true while tracing ({symbol} is the token count), and need not be for another batch.")
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of a modeling file in a traceback."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if "modeling" in name or "forward" == trace.tb_frame.f_code.co_name:
+            place = f" (at {name.rpartition('/')[2]}:{trace.tb_lineno}, in {trace.tb_frame.f_code.co_qualname})" \
+                if hasattr(trace.tb_frame.f_code, "co_qualname") else f" (at {name.rpartition('/')[2]}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each object once (a tied parameter under its first name)."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector costs a third of a capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@contextmanager
+def _module_paths(paths: dict[nn.Module, str]) -> Iterator[None]:
+    """Lets every traced node carry the path of the innermost module that runs (`meta["custom"]["module"]`)."""
+    stack: list[Callable[..., object]] = []
+
+    def enter(module: nn.Module, _inputs: object) -> None:
+        if module in paths:
+            scope = fx_traceback.annotate({"module": paths[module]})
+            scope.__enter__()
+            stack.append(scope.__exit__)
+
+    def leave(module: nn.Module, _inputs: object, _output: object) -> None:
+        if module in paths:
+            stack.pop()(None, None, None)
+
+    handles = [nn.modules.module.register_module_forward_pre_hook(enter),
+               nn.modules.module.register_module_forward_hook(leave, always_call=True)]
+    try:
+        with fx_traceback.preserve_node_meta():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _weight_plan(fake: PreTrainedModel, real: nn.Module) -> WeightPlan:
+    plan = WeightPlan()
+    first: dict[int, str] = {}
+    for name, value in fake.named_parameters(remove_duplicate=False):
+        if id(value) in first:
+            plan.aliases[name] = first[id(value)]
+            continue
+        first[id(value)] = name
+        shape = tuple(value.shape)
+        plan.add(Slot(name, shape, value.dtype, (Piece(name),), shape[:1]))
+    buffers = dict(real.named_buffers())
+    persistent = set(real.state_dict())
+    for name, _value in fake.named_buffers():
+        plan.add_constant(name, buffers[name].detach().clone())
+        if name in persistent:
+            plan.ignored[name] = "a buffer; its value is computed from the config"
+    return plan
+
+
+def _name_inputs(graph: fx.Graph, names: list[str]) -> None:
+    """Placeholders of parameters become `get_attr` nodes; the rest get names of our own."""
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, name in zip(placeholders, ["input_ids", "positions", *names], strict=True):
+        if name in ("input_ids", "positions"):
+            node.target = name
+            node._rename(name)
+        else:
+            node.op, node.target = "get_attr", name
+    counter = 0
+    for node in graph.nodes:
+        custom = node.meta.get("custom") or {}
+        node.meta = {"val": node.meta.get("val"), "module": custom.get("module", "")} if node.op != "output" else {}
+        if node.op == "get_attr":
+            node.meta["module"] = str(node.target).rpartition(".")[0]
+        if node.op in ("call_function", "get_attr"):
+            node._rename(f"fxv_{counter}")
+            counter += 1
