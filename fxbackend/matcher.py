@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxbackend.errors import MatchError
-from fxbackend.pattern import Cast, Expression, Keep, Literal, OneOf, Op, Sequence, Var
+from fxbackend.pattern import Cast, Expression, Keep, Literal, OneOf, Op, Sequence, Shared, Var
 from fxbackend.program import module_of
 
 _CAST = torch.ops.aten.to.dtype
@@ -129,6 +129,9 @@ class _Search:
                 self.miss(state, value, f"{pattern.name} is another value than before", parent)
             else:
                 yield from self.walk(pattern.inner, value, bound.keep(pattern.name), parent)
+        elif isinstance(pattern, Shared):
+            for after in self.walk(pattern.inner, value, state, parent):
+                yield _State(after.captures, state.nodes, after.kept)
         elif isinstance(pattern, OneOf):
             for option in pattern.options:
                 yield from self.walk(option, value, state, parent)

@@ -27,4 +27,4 @@ class VerifyEachPass(Observer):
 
     def after_pass(self, program: Program, record: PassRecord) -> None:
         """Verifies the program against its current stage."""
-        verify(program)
+        verify(program, inside=True)

@@ -43,7 +43,7 @@ class Refuse(Exception):
 
 @dataclass(frozen=True)
 class PatternPass(Pass):
-    """A pass that is a pattern, a check and a rewrite, tried at every node of the graph in order."""
+    """A pass that is a pattern, a check and a rewrite, tried at every node of the graph."""
 
     @abstractmethod
     def patterns(self) -> Mapping[str, Expression]:
@@ -57,9 +57,9 @@ class PatternPass(Pass):
         """Builds the replacement; returns the new root, or a node for each matched node to be replaced."""
 
     def run(self, rw: Rewriter) -> None:
-        """Matches, checks and rewrites every place once."""
+        """Matches, checks and rewrites every place once, from the output up, so that the larger match comes first."""
         patterns = self.patterns()
-        for node in list(rw.graph.nodes):
+        for node in reversed(list(rw.graph.nodes)):
             if node._erased:
                 continue
             found = match(patterns, node)

@@ -6,7 +6,7 @@
 
 Captures are named; the same name twice is the same value. `+` and `*` commute. A cast is invisible only where `cast`
 is written (there may be one or none). `keep("sum", ...)` names an interior value that may have users outside the match,
-because the rewrite replaces it as well; any other interior value with an outside user refuses the match.
+because the rewrite replaces it as well, and `shared(...)` a part that stays in the graph; any other interior value with an outside user refuses the match.
 """
 
 from __future__ import annotations
@@ -97,6 +97,13 @@ class Keep(Expression):
 
 
 @dataclass(frozen=True, eq=False)
+class Shared(Expression):
+    """A value that the match only looks at: it stays for its other users."""
+
+    inner: Expression
+
+
+@dataclass(frozen=True, eq=False)
 class OneOf(Expression):
     """Alternatives, tried in order."""
 
@@ -141,6 +148,11 @@ def cast(inner: Expression) -> Cast:
 def keep(name: str, inner: Expression) -> Keep:
     """`inner`, captured by name, with users outside allowed."""
     return Keep(name, inner)
+
+
+def shared(inner: Expression) -> Shared:
+    """`inner`, which stays in the graph for whoever else reads it (a table lookup that all layers share)."""
+    return Shared(inner)
 
 
 def rsqrt(x: Expression) -> Op:

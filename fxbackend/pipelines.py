@@ -1,0 +1,37 @@
+"""The default pipeline: a literal list, each line with the reason for its place."""
+
+from __future__ import annotations
+
+from fxbackend.passes.attention import Attention
+from fxbackend.passes.canonicalize import Canonicalize
+from fxbackend.passes.drop_batch_axis import DropBatchAxis
+from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
+from fxbackend.passes.fuse_glu import FuseGlu
+from fxbackend.passes.fuse_qkv import FuseQkv
+from fxbackend.passes.fuse_rope import FuseRope
+from fxbackend.passes.linear import Linear
+from fxbackend.passes.position_tables import PositionTables
+from fxbackend.passes.rms_norm import RmsNorm
+from fxbackend.passes.rope import Rope
+from fxbackend.passes.simplify_views import SimplifyViews
+from fxbackend.passes.vocabulary import Vocabulary
+from fxbackend.pipeline import Pipeline
+
+
+def default_pipeline() -> Pipeline:
+    """What every target starts from: capture to the fused program."""
+    return Pipeline((
+        Canonicalize(),      # first: every later pattern knows one spelling only
+        DropBatchAxis(),     # after canonicalize: its rules expect positive dimensions and one kind of view
+        PositionTables(),    # before rope: rope reads cos and sin off evaluated tables
+        Rope(),              # before attention: it removes the transposes that attention puts around its operands
+        Attention(),         # the interface call becomes the op; its transposes meet those of rope and of the views
+        Linear(),            # before vocabulary: the head is looked for among the dialect's linears
+        RmsNorm(),           # any place after canonicalize
+        Vocabulary(),        # last to raise: the head is what is left behind the output
+        SimplifyViews(),     # after all that add transposes: fusions look through as few views as possible
+        FuseQkv(),           # before rope fusion: it walks from the attention through single ropes
+        FuseGlu(),           # after linear
+        FuseAddRmsNorm(),    # after rms_norm; the other addend may come from any block
+        FuseRope(),          # last: q and k become results of one op
+    ))
