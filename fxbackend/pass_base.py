@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import fx
 
+import fxbackend.ops  # noqa: F401  (registers the dialect before a pass names its ops)
 from fxbackend.matcher import Match, match
 from fxbackend.pattern import Expression
 from fxbackend.program import Stage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from torch import fx
 
 from fxbackend.errors import PipelineError
 from fxbackend.program import Program, Refusal, module_of
-from fxbackend.weights import Slot, WeightPlan
+from fxbackend.weights import Shard, Slot, WeightPlan
 
 Target = Callable[..., object]
 
@@ -111,12 +112,44 @@ class Rewriter:
         for old in replacements:
             self._erase_tree(old)
 
-    def set_args(self, node: fx.Node, *args: object, **kwargs: object) -> None:
-        """Gives a node other arguments and infers its value anew."""
-        node.args, node.kwargs = args, kwargs  # type: ignore[assignment]
+    def set_args(self, node: fx.Node, *args: object, infer: bool = True) -> None:
+        """Gives a node other arguments; infers its value anew, unless `infer_all` follows."""
+        node.args = args  # type: ignore[assignment]
         node.meta["made_by"] = self.pass_name
-        self.infer(node)
+        if infer:
+            self.infer(node)
         self.edits += 1
+
+    def reroute(self, old: fx.Node, new: fx.Node) -> None:
+        """Lets the users of `old` read `new` instead, except for `new`'s own operands."""
+        behind, pending = {new}, [new]
+        while pending:
+            for arg in pending.pop().all_input_nodes:
+                if arg > old and arg not in behind:
+                    behind.add(arg)
+                    pending.append(arg)
+        for user in list(old.users):
+            if user not in behind:
+                user.replace_input_with(old, new)
+        self.edits += 1
+
+    def shard_slot(self, name: str, shard: Shard, world: int) -> None:
+        """States the split of a slot; its node then has the shape that one rank holds."""
+        slot = self.weights.replace(name, shard=shard)
+        node = self._slots[name]
+        with self.program.fake_mode:
+            node.meta["val"] = torch.empty(slot.local_shape(world), dtype=slot.dtype, device=self._device())
+        self.edits += 1
+
+    def set_rank(self, rank: int, world: int) -> None:
+        """Makes the program that of one tensor-parallel rank."""
+        self.program.facts = dataclasses.replace(self.program.facts, rank=rank, world_size=world)
+
+    def infer_all(self) -> None:
+        """Infers the value of every call anew, in graph order (after shapes of weights changed)."""
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                self.infer(node)
 
     def erase(self, node: fx.Node) -> None:
         """Removes a node that nothing uses."""

@@ -1,0 +1,160 @@
+"""How a split of a value travels backwards through an op: the rules behind tensor parallelism.
+
+A *demand* says that a value is needed split by rank along one dimension. For a value that is to come out of an op
+split, a rule says what is then demanded of each operand, or why the op cannot work on a part.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxbackend.program import module_of, shape_of
+
+aten = torch.ops.aten
+dialect = torch.ops.fxbackend
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A value is split along `dim`; `copies` neighbouring ranks hold the same part (KV heads fewer than ranks).
+
+    `sections` > 1 says that the dimension is that many equal parts, each split by itself (gate and up).
+    """
+
+    dim: int
+    copies: int = 1
+    sections: int = 1
+
+
+class CannotSplit(Exception):
+    """Why a block stays replicated; names the node."""
+
+
+Pairs = Iterator[tuple[fx.Node, Demand]]
+Rule = Callable[[fx.Node, Demand, int], Pairs]
+
+
+def cannot(node: fx.Node, reason: str) -> CannotSplit:
+    """The error for a node."""
+    return CannotSplit(f"{node.name} ({module_of(node)}): {reason}")
+
+
+def operands(node: fx.Node, demand: Demand, world: int) -> Pairs:
+    """What a split result demands of the operands of `node`; operands that are not named stay whole.
+
+    Raises:
+        CannotSplit: the op cannot compute its part from parts of its operands.
+    """
+    rule = RULES.get(node.target)
+    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        rule = _pointwise
+    if rule is None:
+        raise cannot(node, f"{node.target} has no rule for operands that are split by rank")
+    return rule(node, demand, world)
+
+
+def _pointwise(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    shape = shape_of(node)
+    for arg in node.all_input_nodes:
+        value = arg.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            continue
+        dim = demand.dim - (len(shape) - value.ndim)
+        if dim >= 0 and value.shape[dim] == shape[demand.dim]:
+            yield arg, Demand(dim, demand.copies, demand.sections)
+
+
+def _reshape(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    source = node.args[0]
+    before, after = shape_of(source), shape_of(node)  # type: ignore[arg-type]
+    same = len(before) > demand.dim and all(str(a) == str(b) for a, b in zip(before[: demand.dim], after, strict=False))
+    if not same or demand.sections > 1:
+        raise cannot(node, f"the split dimension {demand.dim} of {list(after)} is not a leading part of one of {list(before)}")
+    outer, inner = sorted((int(before[demand.dim]), int(after[demand.dim])), reverse=True)
+    if outer % inner:
+        raise cannot(node, f"{list(before)} is viewed as {list(after)} across the borders of the split parts")
+    yield source, demand  # type: ignore[misc]
+
+
+def _transpose(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    source, one, two = node.args
+    swap = {one: two, two: one}
+    yield source, Demand(swap.get(demand.dim, demand.dim), demand.copies, demand.sections)  # type: ignore[misc, arg-type]
+
+
+def _unsqueeze(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    yield node.args[0], Demand(demand.dim - (demand.dim > node.args[1]), demand.copies, demand.sections)  # type: ignore[misc, operator]
+
+
+def _squeeze(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    yield node.args[0], Demand(demand.dim + (demand.dim >= node.args[1]), demand.copies, demand.sections)  # type: ignore[misc, operator]
+
+
+def _over_dims(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    """Ops that mix the elements of the dimensions in their second argument (slice, cat, softmax, mean)."""
+    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
+    if demand.dim in dims:
+        raise cannot(node, f"{node.target} mixes the elements of dimension {demand.dim}, which would be split")
+    sources = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    for source in sources:
+        yield source, demand  # type: ignore[misc]
+
+
+def _norm(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    rank = len(shape_of(node))
+    width = len(node.args[1]) if node.target is aten.layer_norm.default else 1  # type: ignore[arg-type]
+    if demand.dim >= rank - width:
+        raise cannot(node, "its statistics run over the dimension that would be split")
+    yield node.args[0], demand  # type: ignore[misc]
+
+
+def _glu(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    if demand.dim != 1 or demand.sections > 1:
+        raise cannot(node, "a gated unit is split along its width only")
+    yield node.args[0], Demand(1, demand.copies, sections=2)  # type: ignore[misc]
+
+
+def _rope(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    if demand.dim != 1:
+        raise cannot(node, "a rotary embedding is split by head only")
+    yield node.args[0], demand  # type: ignore[misc]
+
+
+def _getitem(node: fx.Node, demand: Demand, _world: int) -> Pairs:
+    source, index = node.args
+    if source.target is dialect.rope_qk.default:  # type: ignore[union-attr]
+        if demand.dim != 1:
+            raise cannot(node, "a rotary embedding is split by head only")
+        yield source.args[index], demand  # type: ignore[misc, index, union-attr]
+    elif source.target is not dialect.qkv.default:  # type: ignore[union-attr]
+        raise cannot(node, f"{source.target} has no rule for results that are split by rank")  # type: ignore[union-attr]
+
+
+def _attention(node: fx.Node, demand: Demand, world: int) -> Pairs:
+    if demand.dim != 1:
+        raise cannot(node, "an attention is split by head only")
+    q, k, v, sinks = node.args[:4]
+    heads, kv_heads = int(shape_of(q)[1]), int(shape_of(k)[1])  # type: ignore[arg-type]
+    copies = max(1, world // kv_heads)
+    if heads % world or kv_heads * copies % world:
+        raise cannot(node, f"{heads} query and {kv_heads} key heads cannot be dealt to {world} ranks")
+    yield q, Demand(1)  # type: ignore[misc]
+    yield k, Demand(1, copies)  # type: ignore[misc]
+    yield v, Demand(1, copies)  # type: ignore[misc]
+    if sinks is not None:
+        yield sinks, Demand(0)  # type: ignore[misc]
+
+
+RULES: dict[object, Rule] = {
+    aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze, aten.slice.Tensor: _over_dims, aten.cat.default: _over_dims,
+    aten.softmax.int: _over_dims, aten.mean.dim: _over_dims, aten.sum.dim_IntList: _over_dims,
+    aten.amax.default: _over_dims, aten.to.dtype: _pointwise, aten.layer_norm.default: _norm,
+    dialect.rms_norm.default: _norm, dialect.glu.default: _glu, dialect.rope.default: _rope,
+    operator.getitem: _getitem, dialect.attention.default: _attention,
+}

@@ -1,0 +1,193 @@
+"""`linear(act(linear(x, W1)), W2) = sum over ranks of linear(act(linear(x, W1[rows])), W2[columns])`.
+
+Before and after, on one of two ranks:
+
+    q, k, v = fxbackend.qkv(x, w, None, 128, 64, 64)        q, k, v = fxbackend.qkv(x, w', None, 64, 32, 32)
+    a = fxbackend.attention(..., 4 heads ...)               a = fxbackend.attention(..., 2 heads ...)
+    y = fxbackend.linear(a, wo, None)                       y = fxbackend.all_reduce(fxbackend.linear(a, wo', None))
+
+For every linear the pass walks back from its input, asking each op what must be split for its own result to be split,
+until it arrives at projections: those become column parallel, the linear becomes row parallel, and the block costs one
+reduction. A bias of the row side is added once, after it. The vocabulary ops (`embedding`, `lm_head`) are whole by
+definition; a target splits them inside.
+
+Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a value
+of the block that is used outside of it, heads or widths that the ranks do not divide.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxbackend.errors import PipelineError
+from fxbackend.pass_base import Pass
+from fxbackend.program import Stage, shape_of
+from fxbackend.rewriter import Rewriter
+from fxbackend.sharding import CannotSplit, Demand, cannot, operands
+from fxbackend.weights import Shard
+
+aten = torch.ops.aten
+dialect = torch.ops.fxbackend
+_PROJECTIONS = (dialect.linear.default, dialect.qkv.default)
+
+
+@dataclass
+class _Block:
+    """What is split between column projections and one row projection."""
+
+    row: fx.Node
+    demands: dict[fx.Node, Demand] = field(default_factory=dict)
+    columns: list[fx.Node] = field(default_factory=list)
+    tuples: set[fx.Node] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class ShardTensorParallel(Pass):
+    """See the module's docstring.
+
+    Attributes:
+        world: number of tensor-parallel ranks.
+        rank: the rank whose program this becomes.
+    """
+
+    name: ClassVar[str] = "shard_tensor_parallel"
+    stage: ClassVar[Stage] = Stage.PARALLEL
+    world: int = 1
+    rank: int = 0
+
+    def run(self, rw: Rewriter) -> None:
+        """Finds every block first, then splits them and infers all shapes anew."""
+        if not 0 <= self.rank < self.world:
+            raise PipelineError(f"rank {self.rank} is not one of {self.world} tensor-parallel ranks.")
+        rw.set_rank(self.rank, self.world)
+        if self.world == 1:
+            return
+        taken: set[fx.Node] = set()
+        blocks = []
+        whole: list[tuple[fx.Node, CannotSplit]] = []
+        for row in rw.program.calls(dialect.linear.default):
+            if row in taken:
+                continue
+            try:
+                block = _find(rw, row, self.world)
+            except CannotSplit as reason:
+                whole.append((row, reason))
+                continue
+            if taken.isdisjoint([*block.columns, *block.demands]):
+                taken.update(block.columns, block.demands, [row])
+                blocks.append(block)
+                rw.matched()
+        for row, reason in whole:
+            if row not in taken:
+                rw.refuse(row, f"stays whole on every rank: {reason}")
+        for block in blocks:
+            _split(rw, block, self.world)
+        rw.infer_all()
+
+
+def _find(rw: Rewriter, row: fx.Node, world: int) -> _Block:
+    block = _Block(row)
+    pending: list[tuple[fx.Node, Demand, fx.Node]] = [(row.args[0], Demand(1), row)]  # type: ignore[list-item]
+    while pending:
+        node, demand, user = pending.pop()
+        if (known := block.demands.get(node)) is not None:
+            if known != demand:
+                raise cannot(node, "is needed split in two ways")
+            continue
+        block.demands[node] = demand
+        size = shape_of(node)[demand.dim]
+        parts = world // demand.copies * demand.sections
+        if not isinstance(size, int) or size % parts:
+            raise cannot(node, f"dimension {demand.dim} of {list(shape_of(node))} is not divided by {parts}")
+        if node.op == "get_attr":
+            continue
+        if node.op == "placeholder" or node.target in (dialect.embedding.default, dialect.lm_head.default):
+            raise cannot(user, f"needs {node.name}, which every rank holds whole")
+        if node.target is dialect.linear.default:
+            _column(node, demand)
+            block.columns.append(node)
+            continue
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.target is dialect.qkv.default:
+            if source not in block.columns:
+                block.columns.append(source)
+            continue
+        if node.target is operator.getitem:
+            block.tuples.add(source)  # type: ignore[arg-type]
+        pending += [(arg, wanted, node) for arg, wanted in operands(node, demand, world)]
+    if not block.columns:
+        raise cannot(row, "no projection makes its input")
+    _closed(rw, block)
+    return block
+
+
+def _column(node: fx.Node, demand: Demand) -> None:
+    if demand.dim != 1:
+        raise cannot(node, "the result of a projection is split along its width only")
+
+
+def _closed(rw: Rewriter, block: _Block) -> None:
+    """Every user of a split value is in the block; every weight it splits has no other reader."""
+    inside = {*block.demands, *block.columns, *block.tuples, block.row}
+    for node in inside - {block.row}:
+        for user in node.users:
+            if user not in inside:
+                raise cannot(node, f"is used outside of its block, by {user.name}")
+    for column in block.columns:
+        for operand in column.args[1:3]:
+            if isinstance(operand, fx.Node) and (operand.op != "get_attr" or len(operand.users) > 1):
+                raise cannot(column, f"{operand.target} is not a weight that only this place reads")
+    weight = block.row.args[1]
+    if weight.op != "get_attr" or len(weight.users) > 1:  # type: ignore[union-attr]
+        raise cannot(block.row, f"{weight.target} is read elsewhere as well")  # type: ignore[union-attr]
+
+
+def _split(rw: Rewriter, block: _Block, world: int) -> None:
+    for column in block.columns:
+        if column.target is dialect.qkv.default:
+            wanted = {user.args[1]: block.demands[user] for user in column.users}
+            sizes = [int(size) for size in column.args[3:]]  # type: ignore[call-overload, arg-type]
+            copies = tuple(wanted[index].copies for index in range(3))
+            for operand in column.args[1:3]:
+                _shard(rw, operand, Shard(0, tuple(sizes), copies), world)
+            local = [size * each // world for size, each in zip(sizes, copies, strict=True)]
+            rw.set_args(column, *column.args[:3], *local, infer=False)
+        else:
+            demand = block.demands[column]
+            width = int(shape_of(column)[1]) // demand.sections
+            shard = Shard(0, (width,) * demand.sections, (demand.copies,) * demand.sections)
+            for operand in column.args[1:3]:
+                _shard(rw, operand, shard, world)
+    for node, demand in block.demands.items():
+        if node.op == "get_attr":
+            size = int(shape_of(node)[demand.dim])
+            _shard(rw, node, Shard(demand.dim, (size,), (demand.copies,)), world)
+        elif node.target is aten.reshape.default:
+            sizes = list(node.args[1])  # type: ignore[arg-type]
+            if sizes[demand.dim] != -1:
+                sizes[demand.dim] = int(shape_of(node)[demand.dim]) * demand.copies // world
+            rw.set_args(node, node.args[0], sizes, infer=False)
+    _reduce(rw, block.row, world)
+
+
+def _reduce(rw: Rewriter, row: fx.Node, world: int) -> None:
+    x, weight, bias = row.args
+    width = int(shape_of(weight)[1])  # type: ignore[arg-type]
+    _shard(rw, weight, Shard(1, (width,), (1,)), world)
+    following = row.next
+    rw.set_args(row, x, weight, None, infer=False)
+    with rw.at(following, origin=row):
+        total = rw.call(dialect.all_reduce.default, row)
+        if bias is not None:
+            total = rw.call(aten.add.Tensor, total, bias)
+    rw.reroute(row, total)
+
+
+def _shard(rw: Rewriter, operand: object, shard: Shard, world: int) -> None:
+    if isinstance(operand, fx.Node):
+        rw.shard_slot(str(operand.target), shard, world)
