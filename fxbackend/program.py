@@ -139,13 +139,13 @@ class Evaluator:
         self.weights = weights
 
     def run(self) -> torch.Tensor:
-        """The value of the graph's output."""
+        """The value of the graph's output (a tuple where the output is one)."""
         values: dict[fx.Node, object] = {}
         last_use = {arg: node for node in self.graph.nodes for arg in node.all_input_nodes}
         with torch.no_grad():
             for node in self.graph.nodes:
                 if node.op == "output":
-                    return values[node.args[0]]  # type: ignore[return-value, index]
+                    return fx.node.map_arg(node.args[0], lambda n: values[n])  # type: ignore[return-value]
                 values[node] = self.value(node, values)
                 for arg in node.all_input_nodes:
                     if last_use[arg] is node:

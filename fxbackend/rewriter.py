@@ -120,16 +120,10 @@ class Rewriter:
             self.infer(node)
         self.edits += 1
 
-    def reroute(self, old: fx.Node, new: fx.Node) -> None:
-        """Lets the users of `old` read `new` instead, except for `new`'s own operands."""
-        behind, pending = {new}, [new]
-        while pending:
-            for arg in pending.pop().all_input_nodes:
-                if arg > old and arg not in behind:
-                    behind.add(arg)
-                    pending.append(arg)
+    def reroute_after(self, old: fx.Node, new: fx.Node) -> None:
+        """Lets the users of `old` that stand behind `new` read `new` instead."""
         for user in list(old.users):
-            if user not in behind:
+            if user > new:
                 user.replace_input_with(old, new)
         self.edits += 1
 

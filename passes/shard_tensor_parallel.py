@@ -185,7 +185,7 @@ def _reduce(rw: Rewriter, row: fx.Node, world: int) -> None:
         total = rw.call(dialect.all_reduce.default, row)
         if bias is not None:
             total = rw.call(aten.add.Tensor, total, bias)
-    rw.reroute(row, total)
+    rw.reroute_after(row, total)
 
 
 def _shard(rw: Rewriter, operand: object, shard: Shard, world: int) -> None:

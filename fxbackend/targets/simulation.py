@@ -9,6 +9,7 @@ from torch import fx
 
 from fxbackend.errors import VerifyError
 from fxbackend.program import Evaluator, Program
+from fxbackend.split import Parts
 
 dialect = torch.ops.fxbackend
 
@@ -36,6 +37,20 @@ def run_ranks(programs: Sequence[Program], inputs: Mapping[str, torch.Tensor],
                 return [known[node.args[0]] for known, node in zip(values, nodes, strict=True)]  # type: ignore[misc, index]
             step(evaluators, values, nodes)
     raise VerifyError("the graph has no output.")
+
+
+def run_stages(parts: Parts, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The logits, each pipeline stage and the head run apart with only the weights that it reads."""
+    carried: dict[str, torch.Tensor] = {}
+    for index, part in enumerate((*parts.stages, parts.head)):
+        is_head = index == len(parts.stages)
+        held = {name: weights[name] for name in part.slots()}
+        results = Evaluator(part.graph, carried if is_head else {**inputs, **carried}, held).run()
+        names = ["hidden_states"] if index == len(parts.stages) - 1 else [f"hidden_{n}" for n in range(len(results))]
+        carried = dict(zip(names, results, strict=True))
+        if is_head:
+            return results[0]
+    raise VerifyError("a program without a head has no logits.")
 
 
 def step(evaluators: Sequence[Evaluator], values: Sequence[dict[fx.Node, object]], nodes: Sequence[fx.Node]) -> None:
