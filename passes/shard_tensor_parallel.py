@@ -17,8 +17,7 @@ of the block that is used outside of it, heads or widths that the ranks do not d
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,22 +27,11 @@ from fxbackend.errors import PipelineError
 from fxbackend.pass_base import Pass
 from fxbackend.program import Stage, shape_of
 from fxbackend.rewriter import Rewriter
-from fxbackend.sharding import CannotSplit, Demand, cannot, operands
+from fxbackend.sharding import Block, CannotSplit, find_block
 from fxbackend.weights import Shard
 
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
-_PROJECTIONS = (dialect.linear.default, dialect.qkv.default)
-
-
-@dataclass
-class _Block:
-    """What is split between column projections and one row projection."""
-
-    row: fx.Node
-    demands: dict[fx.Node, Demand] = field(default_factory=dict)
-    columns: list[fx.Node] = field(default_factory=list)
-    tuples: set[fx.Node] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class ShardTensorParallel(Pass):
             if row in taken:
                 continue
             try:
-                block = _find(rw, row, self.world)
+                block = find_block(row, self.world)
             except CannotSplit as reason:
                 whole.append((row, reason))
                 continue
@@ -90,64 +78,7 @@ class ShardTensorParallel(Pass):
         rw.infer_all()
 
 
-def _find(rw: Rewriter, row: fx.Node, world: int) -> _Block:
-    block = _Block(row)
-    pending: list[tuple[fx.Node, Demand, fx.Node]] = [(row.args[0], Demand(1), row)]  # type: ignore[list-item]
-    while pending:
-        node, demand, user = pending.pop()
-        if (known := block.demands.get(node)) is not None:
-            if known != demand:
-                raise cannot(node, "is needed split in two ways")
-            continue
-        block.demands[node] = demand
-        size = shape_of(node)[demand.dim]
-        parts = world // demand.copies * demand.sections
-        if not isinstance(size, int) or size % parts:
-            raise cannot(node, f"dimension {demand.dim} of {list(shape_of(node))} is not divided by {parts}")
-        if node.op == "get_attr":
-            continue
-        if node.op == "placeholder" or node.target in (dialect.embedding.default, dialect.lm_head.default):
-            raise cannot(user, f"needs {node.name}, which every rank holds whole")
-        if node.target is dialect.linear.default:
-            _column(node, demand)
-            block.columns.append(node)
-            continue
-        source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is dialect.qkv.default:
-            if source not in block.columns:
-                block.columns.append(source)
-            continue
-        if node.target is operator.getitem:
-            block.tuples.add(source)  # type: ignore[arg-type]
-        pending += [(arg, wanted, node) for arg, wanted in operands(node, demand, world)]
-    if not block.columns:
-        raise cannot(row, "no projection makes its input")
-    _closed(rw, block)
-    return block
-
-
-def _column(node: fx.Node, demand: Demand) -> None:
-    if demand.dim != 1:
-        raise cannot(node, "the result of a projection is split along its width only")
-
-
-def _closed(rw: Rewriter, block: _Block) -> None:
-    """Every user of a split value is in the block; every weight it splits has no other reader."""
-    inside = {*block.demands, *block.columns, *block.tuples, block.row}
-    for node in inside - {block.row}:
-        for user in node.users:
-            if user not in inside:
-                raise cannot(node, f"is used outside of its block, by {user.name}")
-    for column in block.columns:
-        for operand in column.args[1:3]:
-            if isinstance(operand, fx.Node) and (operand.op != "get_attr" or len(operand.users) > 1):
-                raise cannot(column, f"{operand.target} is not a weight that only this place reads")
-    weight = block.row.args[1]
-    if weight.op != "get_attr" or len(weight.users) > 1:  # type: ignore[union-attr]
-        raise cannot(block.row, f"{weight.target} is read elsewhere as well")  # type: ignore[union-attr]
-
-
-def _split(rw: Rewriter, block: _Block, world: int) -> None:
+def _split(rw: Rewriter, block: Block, world: int) -> None:
     for column in block.columns:
         if column.target is dialect.qkv.default:
             wanted = {user.args[1]: block.demands[user] for user in column.users}

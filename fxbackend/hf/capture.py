@@ -59,6 +59,7 @@ def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: 
     config.use_cache = False
     with hooks.installed(lambda module: "", 1), mode, torch.device(device), no_init_weights():
         model = _construct(model_class, config, dtype)
+        model.tie_weights()  # part of the initialisation that was skipped
     if model.config._attn_implementation not in (hooks.IMPLEMENTATION, "eager"):
         raise CaptureError(f"{model_class.__name__} chose the attention {model.config._attn_implementation!r}.")
     return model.eval()
