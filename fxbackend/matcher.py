@@ -120,9 +120,10 @@ class _Search:
             else:
                 yield state
         elif isinstance(pattern, Cast):
-            yield from self.walk(pattern.inner, value, state, parent)
+            # Through the cast first: the larger match, and the value in the dtype that it had.
             if isinstance(value, fx.Node) and value.target == _CAST:
                 yield from self.walk(pattern.inner, value.args[0], state.visit(value), value)
+            yield from self.walk(pattern.inner, value, state, parent)
         elif isinstance(pattern, Keep):
             bound = state.bind(pattern.name, value)
             if bound is None:
@@ -181,24 +182,31 @@ class _Search:
             yield from self._args(pairs[1:], after, parent)
 
 
-def match(patterns: Mapping[str, Expression], root: fx.Node) -> Match | Miss | None:
-    """The first of `patterns` that stands at `root`; else the nearest miss, if it came near enough to tell.
+def candidates(patterns: Mapping[str, Expression], root: fx.Node) -> Iterator[Match | Miss]:
+    """Every way in which one of `patterns` stands at `root`, then the nearest miss if it came near enough to tell.
 
-    A match in which an interior value has a user outside is no match: the miss names the user.
+    A way in which an interior value has a user outside is a miss, which names the user.
     """
     if root.op != "call_function":
-        return None
+        return
     search = _Search()
     start = _State({}, frozenset(), frozenset())
     for name, pattern in patterns.items():
         for state in search.walk(pattern, root, start, root):
             escape = _escape(root, state)
             if escape is None:
-                return Match(name, root, state.captures, state.nodes, state.kept)
-            inner, user = escape
-            reason = f"{inner.name} is used outside of the match by {user.name} ({module_of(user)})"
-            search.best = Miss(inner, reason, len(state.nodes))
-    return search.best if search.best is not None and search.best.depth >= _NEAR else None
+                yield Match(name, root, state.captures, state.nodes, state.kept)
+            elif search.best is None or len(state.nodes) >= search.best.depth:
+                inner, user = escape
+                reason = f"{inner.name} is used outside of the match by {user.name} ({module_of(user)})"
+                search.best = Miss(inner, reason, len(state.nodes))
+    if search.best is not None and search.best.depth >= _NEAR:
+        yield search.best
+
+
+def match(patterns: Mapping[str, Expression], root: fx.Node) -> Match | Miss | None:
+    """The first of `candidates`."""
+    return next(candidates(patterns, root), None)
 
 
 def _escape(root: fx.Node, state: _State) -> tuple[fx.Node, fx.Node] | None:

@@ -6,15 +6,20 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar
 
 from torch import fx
 
 import fxbackend.ops  # noqa: F401  (registers the dialect before a pass names its ops)
-from fxbackend.matcher import Match, match
+from fxbackend.errors import PipelineError
+from fxbackend.matcher import Match, Miss, candidates
 from fxbackend.pattern import Expression
-from fxbackend.program import Stage
+from fxbackend.printer import type_text
+from fxbackend.program import Stage, module_of, shape_of, value_of
 from fxbackend.rewriter import Rewriter
+
+_WAYS = 16  # in how many ways a pattern is tried at one node, until its check accepts one
 
 
 @dataclass(frozen=True)
@@ -60,21 +65,36 @@ class PatternPass(Pass):
     def run(self, rw: Rewriter) -> None:
         """Matches, checks and rewrites every place once, from the output up, so that the larger match comes first."""
         patterns = self.patterns()
+        misses: list[Miss] = []
         for node in reversed(list(rw.graph.nodes)):
             if node._erased:
                 continue
-            found = match(patterns, node)
-            if not isinstance(found, Match):
-                if found is not None:
-                    rw.near_miss(found.node, found.reason)
-                continue
-            try:
-                self.check(found)
-                with rw.at(found.point, origin=node):
-                    result = self.rewrite(rw, found)
-            except Refuse as refusal:
-                rw.refuse(node, str(refusal))
-                continue
-            found.assert_all_used(self.name)
-            rw.replace({node: result} if isinstance(result, fx.Node) else result)
-            rw.matched()
+            refused = ""
+            for found in islice(candidates(patterns, node), _WAYS):
+                if isinstance(found, Miss):
+                    misses += [] if refused else [found]
+                    break
+                try:
+                    self._apply(rw, found)
+                except Refuse as refusal:
+                    refused = refused or str(refusal)
+                    continue
+                refused = ""
+                break
+            if refused:
+                rw.refuse(node, refused)
+        for miss in sorted(misses, key=lambda each: -each.depth):
+            rw.near_miss(miss.node, miss.reason)
+
+    def _apply(self, rw: Rewriter, found: Match) -> None:
+        self.check(found)
+        with rw.at(found.point, origin=found.root):
+            result = self.rewrite(rw, found)
+        found.assert_all_used(self.name)
+        replacements = {found.root: result} if isinstance(result, fx.Node) else result
+        for old, new in replacements.items():
+            if shape_of(old) != shape_of(new) or value_of(old).dtype != value_of(new).dtype:
+                raise PipelineError(f"{self.name} replaces {old.name} {type_text(value_of(old))} ({module_of(old)}) by "
+                                    f"{type_text(value_of(new))}.")
+        rw.replace(replacements)
+        rw.matched()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fxbackend.passes.attention import Attention
 from fxbackend.passes.canonicalize import Canonicalize
 from fxbackend.passes.drop_batch_axis import DropBatchAxis
+from fxbackend.passes.functionalize import Functionalize
 from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from fxbackend.passes.fuse_glu import FuseGlu
 from fxbackend.passes.fuse_qkv import FuseQkv
@@ -21,7 +22,8 @@ from fxbackend.pipeline import Pipeline
 def default_pipeline() -> Pipeline:
     """What every target starts from: capture to the fused program."""
     return Pipeline((
-        Canonicalize(),      # first: every later pattern knows one spelling only
+        Functionalize(),     # first: whatever looks at a value must see the one that its readers saw
+        Canonicalize(),      # before all patterns: they know one spelling only
         DropBatchAxis(),     # after canonicalize: its rules expect positive dimensions and one kind of view
         PositionTables(),    # before rope: rope reads cos and sin off evaluated tables
         Rope(),              # before attention: it removes the transposes that attention puts around its operands

@@ -112,6 +112,11 @@ class Rewriter:
         for old in replacements:
             self._erase_tree(old)
 
+    def replace_after(self, old: fx.Node, new: fx.Node, point: fx.Node) -> None:
+        """Lets the users of `old` that stand behind `point` use `new` instead."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: point < user and user is not new)
+        self.edits += 1
+
     def set_args(self, node: fx.Node, *args: object, infer: bool = True) -> None:
         """Gives a node other arguments; infers its value anew, unless `infer_all` follows."""
         node.args = args  # type: ignore[assignment]

@@ -7,7 +7,7 @@ Before and after:
     d = aten.to(b, f32)      (b is f32)         (b)
     e = aten.mul(c, 1.0)                        (c)
 
-Refuses: nothing. In-place ops are left, and the stage's check names them.
+Refuses: nothing; a dropout in training mode is left, and the stage's check names it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fxbackend.rewriter import Rewriter
 aten = torch.ops.aten
 
 _IDENTITY = {aten.detach.default, aten.alias.default, aten.contiguous.default, aten.clone.default,
-             aten.lift_fresh.default, aten.dropout.default, aten.native_dropout.default}
+             aten.lift_fresh.default}
 _CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten._to_copy.default,
-          aten.type_as.default, aten.float.default if hasattr(aten, "float") else aten.to.dtype}
+          aten.type_as.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints,
           aten.unflatten.int, aten.view_as.default}
 _SPLITS = {aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unbind.int}
@@ -90,7 +90,7 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node) -> dict[fx.Node, fx.N
 def _one(rw: Rewriter, node: fx.Node, tokens: fx.Node) -> fx.Node | None:
     target, args = node.target, node.args
     first = args[0] if args and isinstance(args[0], fx.Node) else None
-    if target in _IDENTITY and first is not None:
+    if first is not None and (target in _IDENTITY or (target is aten.dropout.default and not args[2])):
         return first
     if target in _CASTS and first is not None:
         return _cast(rw, node, first)
@@ -104,6 +104,8 @@ def _one(rw: Rewriter, node: fx.Node, tokens: fx.Node) -> fx.Node | None:
         if isinstance(size, int):
             index %= size
             return rw.call(aten.squeeze.dim, rw.call(aten.slice.Tensor, first, dim, index, index + 1), dim)
+    if target is aten.cat.default:
+        return _cat(rw, node)
     if target in (aten.t.default, aten.numpy_T.default, aten.permute.default) and first is not None:
         return _transpose(rw, node, first)
     if target in (aten.expand.default, aten.expand_as.default) and shape_of(node) == shape_of(first):  # type: ignore[arg-type]
@@ -149,22 +151,34 @@ def _reshape(rw: Rewriter, node: fx.Node, first: fx.Node, tokens: fx.Node) -> fx
 
 
 def _slice(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:
+    """`(x, dim, start, end)` with both ends inside of a known size; the step only where it is not 1."""
     dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     dim = _positive(node, int(dim))  # type: ignore[arg-type]
     size = shape_of(first)[dim]
-    if step != 1 or isinstance(start, fx.Node) or isinstance(end, fx.Node):
+    if isinstance(start, fx.Node) or isinstance(end, fx.Node):
         return None
     start = int(start or 0)  # type: ignore[arg-type]
-    if start == 0 and (end is None or end == 2**63 - 1):
+    if start == 0 and (end is None or end == 2**63 - 1) and step == 1:
         return first
     if not isinstance(size, int):
         return None
     end = size if end is None else min(int(end), size)  # type: ignore[arg-type]
     start, end = start + size * (start < 0), end + size * (end < 0)
-    if (start, end) == (0, size):
+    if (start, end, step) == (0, size, 1):
         return first
-    wanted = (first, dim, start, end)
+    wanted = (first, dim, start, end, *([step] if step != 1 else []))
     return None if node.args == wanted else rw.call(aten.slice.Tensor, *wanted)
+
+
+def _cat(rw: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Without empty parts (the unrotated rest of a full rope, Phi-3), and with a positive dimension."""
+    parts, dim = node.args[0], _positive(node, int(node.args[1]) if len(node.args) > 1 else 0)  # type: ignore[arg-type]
+    full = [part for part in parts if shape_of(part)[dim] != 0]  # type: ignore[union-attr]
+    if len(full) == 1 and value_of(full[0]).dtype == value_of(node).dtype:
+        return full[0]
+    if len(full) == len(parts) and node.args[1:] == (dim,):  # type: ignore[arg-type]
+        return None
+    return rw.call(aten.cat.default, full, dim)
 
 
 def _split(rw: Rewriter, node: fx.Node) -> dict[fx.Node, fx.Node] | None:

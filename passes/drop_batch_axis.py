@@ -27,7 +27,8 @@ aten = torch.ops.aten
 
 _REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction, aten.softmax.int,
                aten._softmax.default, aten.cumsum.default, aten.slice.Tensor, aten.squeeze.dim, aten.log_softmax.int,
-               aten.repeat_interleave.self_int, aten.var.dim}
+               aten.var.dim}
+_LISTS = {aten.cat.default, aten.stack.default}
 
 
 @dataclass(frozen=True)
@@ -85,50 +86,47 @@ def _convert(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> N
 
 
 def _rule(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """The node on values without the axis; None when no rule is sure."""
     target, args, kwargs = node.target, list(node.args), dict(node.kwargs)
     rank = len(shape_of(node))
 
+    def lost(value: object) -> bool:
+        """Whether the value had an axis of one in front, and its small form stands without."""
+        if not isinstance(value, fx.Node) or value not in squeezed:
+            return False
+        return value.op == "placeholder" or len(shape_of(squeezed[value])) < len(shape_of(value))
+
     def small(value: object) -> object:
-        """The operand without its axis, if it has one."""
         return squeezed.get(value, value) if isinstance(value, fx.Node) else value
 
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten.to.dtype:
         return _pointwise(rw, node, squeezed, rank)
-    if not (isinstance(args[0], (list, tuple)) or args[0] in squeezed or target is aten.embedding.default):
-        return None
-    if target is aten.cat.default and args[1] != 0:
-        if any(item not in squeezed or len(shape_of(item)) != rank for item in args[0]):  # type: ignore[union-attr]
-            return None
-        return rw.call(target, [squeezed[item] for item in args[0]], args[1] - 1)  # type: ignore[union-attr, operator]
-    if target in (aten.reshape.default, aten.expand.default) and args[1][0] == 1 and not kwargs:  # type: ignore[index]
-        sizes = [small(size) for size in args[1][1:]]  # type: ignore[index]
-        return rw.call(target, small(args[0]), sizes) if _lost_one(args[0]) else None
-    if target is aten.transpose.int and 0 not in args[1:]:
-        return rw.call(target, small(args[0]), args[1] - 1, args[2] - 1)  # type: ignore[operator]
-    if target is aten.unsqueeze.default:
-        return rw.call(target, small(args[0]), max(args[1] - 1, 0))  # type: ignore[operator, type-var]
-    if target in _REDUCTIONS and len(args) > 1 and _lost_one(args[0]):
-        dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
-        if target is aten.repeat_interleave.self_int:
-            dims = [args[2]]
-        if all(isinstance(dim, int) and dim > 0 for dim in dims):
-            moved = [dim - 1 for dim in dims] if isinstance(args[1], (list, tuple)) else dims[0] - 1
-            if target is aten.repeat_interleave.self_int:
-                return rw.call(target, small(args[0]), args[1], moved, **kwargs)
-            return rw.call(target, small(args[0]), moved, *map(small, args[2:]), **kwargs)
-        return None
-    if target is aten.linear.default and rank > 2 and not any(arg in squeezed for arg in args[1:]):
-        return rw.call(target, small(args[0]), *args[1:])
-    if target is aten.embedding.default and args[1] in squeezed and args[0] not in squeezed:
+    if target in _LISTS and args[1] != 0 and all(map(lost, args[0])):  # type: ignore[arg-type]
+        return rw.call(target, [small(item) for item in args[0]], args[1] - 1)  # type: ignore[union-attr, operator]
+    if target is aten.embedding.default and lost(args[1]) and args[0] not in squeezed:
         return rw.call(target, args[0], small(args[1]), *args[2:])
+    if not lost(args[0]):
+        return None
+    first = small(args[0])
+    if target in (aten.reshape.default, aten.expand.default) and args[1][0] == 1 and not kwargs:  # type: ignore[index]
+        return rw.call(target, first, [small(size) for size in args[1][1:]])  # type: ignore[index]
+    if target is aten.transpose.int and 0 not in args[1:]:
+        return rw.call(target, first, args[1] - 1, args[2] - 1)  # type: ignore[operator]
+    if target is aten.unsqueeze.default:
+        return rw.call(target, first, max(args[1] - 1, 0))  # type: ignore[operator, type-var]
+    if target is aten.repeat_interleave.self_int and len(args) > 2 and args[2] != 0:
+        return rw.call(target, first, args[1], args[2] - 1, **kwargs)  # type: ignore[operator]
+    if target in _REDUCTIONS and len(args) > 1:
+        several = isinstance(args[1], (list, tuple))
+        dims = list(args[1]) if several else [args[1]]  # type: ignore[arg-type]
+        if dims and all(isinstance(dim, int) and dim > 0 for dim in dims):
+            moved = [dim - 1 for dim in dims]
+            return rw.call(target, first, moved if several else moved[0], *map(small, args[2:]), **kwargs)
+    if target is aten.linear.default and rank > 2 and not any(arg in squeezed for arg in args[1:]):
+        return rw.call(target, first, *args[1:])
     if target is aten.layer_norm.default and rank > len(args[1]):  # type: ignore[arg-type]
-        return rw.call(target, small(args[0]), *args[1:], **kwargs)
+        return rw.call(target, first, *args[1:], **kwargs)
     return None
-
-
-def _lost_one(node: object) -> bool:
-    """Whether the value had an axis of one in front (its squeezed form stands for it)."""
-    return isinstance(node, fx.Node)
 
 
 def _pointwise(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node], rank: int) -> fx.Node | None:

@@ -29,8 +29,9 @@ from fxbackend.weights import Piece, Slot
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
 
-_THROUGH = {aten.reshape.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, dialect.rope.default,
-            dialect.rms_norm.default, aten.layer_norm.default, aten.to.dtype, aten.clamp.default}
+_LINEAR = dialect.linear.default
+# Where a walk back from the attention has gone too far: no projection of this attention lies behind these.
+_BORDER = {dialect.attention.default, dialect.embedding.default, dialect.qkv.default, dialect.glu.default}
 
 
 @dataclass(frozen=True)
@@ -43,24 +44,38 @@ class FuseQkv(Pass):
     def run(self, rw: Rewriter) -> None:
         """One fusion per attention."""
         for node in rw.program.calls(dialect.attention.default):
-            sources = [_source(operand) for operand in node.args[:3]]  # type: ignore[arg-type]
-            if any(source is None for source in sources):
-                names = ", ".join(n for n, s in zip("qkv", sources, strict=True) if s is None)
-                rw.refuse(node, f"{names} of this attention does not come straight from a linear")
-            elif all(source.target is dialect.linear.default for source in sources):  # type: ignore[union-attr]
-                _fuse_separate(rw, node, sources)  # type: ignore[arg-type]
+            found = [_sources(operand) for operand in node.args[:3]]  # type: ignore[arg-type]
+            if unclear := [name for name, each in zip("qkv", found, strict=True) if each is None or len(each) != 1]:
+                rw.refuse(node, f"{', '.join(unclear)} of this attention does not come from one linear")
+                continue
+            sources = [each[0] for each in found if each]
+            if all(source.target is _LINEAR for source in sources):
+                _fuse_separate(rw, node, sources)
             else:
-                _fuse_packed(rw, node, sources)  # type: ignore[arg-type]
+                _fuse_packed(rw, node, sources)
 
 
-def _source(node: fx.Node) -> fx.Node | None:
-    """The linear, or the slice of one, that an operand of the attention is made of."""
-    while node.target in _THROUGH:
-        node = node.args[0]  # type: ignore[assignment]
-    if node.target is dialect.linear.default:
-        return node
-    sliced = node.target is aten.slice.Tensor and node.args[0].target is dialect.linear.default  # type: ignore[union-attr]
-    return node if sliced and len(node.args) == 4 and node.args[1] == 1 else None
+def _sources(operand: fx.Node) -> list[fx.Node] | None:
+    """The linears, or slices of linears, that an operand is computed from; None when it has other sources."""
+    sources: list[fx.Node] = []
+    seen, pending = {operand}, [operand]
+    while pending:
+        node = pending.pop()
+        if node.target in _BORDER:
+            return None
+        if node.target is _LINEAR or _is_part(node):
+            sources.append(node)
+            continue
+        pending += [each for each in node.all_input_nodes if each not in seen and each.op == "call_function"]
+        seen.update(node.all_input_nodes)
+    return sources
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Columns of a linear."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.args[1] != 1:
+        return False
+    return node.args[0].target is _LINEAR  # type: ignore[union-attr]
 
 
 def _fuse_separate(rw: Rewriter, attention: fx.Node, linears: list[fx.Node]) -> None:
@@ -90,7 +105,7 @@ def _fuse_separate(rw: Rewriter, attention: fx.Node, linears: list[fx.Node]) -> 
 
 
 def _fuse_packed(rw: Rewriter, attention: fx.Node, slices: list[fx.Node]) -> None:
-    if any(each.target is dialect.linear.default for each in slices) or len({each.args[0] for each in slices}) != 1:
+    if any(each.target is _LINEAR for each in slices) or len({each.args[0] for each in slices}) != 1:
         rw.refuse(attention, "q, k and v are parts of different linears")
         return
     packed = slices[0].args[0]

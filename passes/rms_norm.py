@@ -8,7 +8,8 @@ Before and after:
 Forms: Llama (cast, then multiply), Olmo2 (multiply in float32, then cast), Gemma (multiply by 1 + weight in float32),
 and without weight. They differ in bfloat16, so each keeps its own cast order.
 
-Refuses: statistics over another dimension than the last, a weight that is not one-dimensional, another result dtype.
+Refuses: statistics over another dimension than the last or in another dtype than float32, a weight that is not a vector
+of x's width, a result of another dtype than x.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class RmsNorm(PatternPass):
             raise Refuse(f"the mean is over dimensions {match.value('dims')} of {rank}, not over the last")
         if match.has("weight") and shape_of(match.node("weight")) != shape_of(x)[-1:]:
             raise Refuse(f"the weight is {list(shape_of(match.node('weight')))}, not a vector of x's width")
+        statistics = next(value_of(node).dtype for node in match.nodes if node.target is aten.mean.dim)
+        if statistics != torch.float32:
+            raise Refuse(f"the statistics are computed in {statistics}, not in float32")
         if value_of(match.root).dtype != value_of(x).dtype:
             raise Refuse(f"the norm turns {value_of(x).dtype} into {value_of(match.root).dtype}")
 

@@ -8,12 +8,15 @@ Before and after, for the first r of D dimensions (all of them when there is no 
 `rotate` is by halves (Llama, GPT-NeoX) or by neighbours (`interleaved`: Cohere, GLM, GPT-J). cos and sin are evaluated
 tables, so the frequencies, scaling and type of the rope are in the table.
 
-Refuses: cos and sin tables whose two halves (or neighbours) differ; operands in another dtype than x.
+The sums are computed in the dtype of the joint table, as in the model: Olmo2 and Cohere rotate in float32.
+
+Refuses: cos and sin tables whose two halves (or neighbours) differ, or that are trained; a result in another dtype than
+x; a rotation of other parts than the tables are wide, or not over `[heads, tokens, width]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,13 +25,12 @@ from torch import fx
 
 from fxbackend.matcher import Match
 from fxbackend.pass_base import PatternPass, Refuse
-from fxbackend.pattern import Expression, OneOf, Var, items, number, op, shared, slot, var
+from fxbackend.pattern import Expression, Var, cast, items, number, op, shared, slot, var
 from fxbackend.program import Stage, shape_of, value_of
 from fxbackend.rewriter import Rewriter
 
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
-_END = 2**63 - 1
 
 
 def _table(name: str) -> Expression:
@@ -44,14 +46,16 @@ def _halves(x: Expression) -> Expression:
 
 
 def _neighbours(x: Expression) -> Expression:
-    even = op(aten.slice.Tensor, x, Var("last"), 0, _END, 2)
-    odd = op(aten.slice.Tensor, x, Var("last"), 1, _END, 2)
+    even = op(aten.slice.Tensor, x, Var("last"), 0, number("width"), 2)
+    odd = op(aten.slice.Tensor, x, Var("last"), 1, number("width"), 2)
     stacked = op(aten.stack.default, items(-odd, even), Var("after_last"))
     return op(aten.reshape.default, stacked, var("shape"))
 
 
-def _rotated(x: Expression, turn: Expression) -> Expression:
-    return x * _table("cos") + turn * _table("sin")
+def _rotated(x: Expression, turn: Callable[[Expression], Expression]) -> Expression:
+    """In the model's dtype (Llama), or in float32 by a cast (Cohere) or by float32 tables (Olmo2)."""
+    wide = cast(x)
+    return cast(wide * _table("cos") + turn(wide) * _table("sin"))
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,14 @@ class Rope(PatternPass):
         part = op(aten.slice.Tensor, x, Var("last"), 0, number("rotated"))
         rest = op(aten.slice.Tensor, x, Var("last"), number("rotated"), number("size"))
 
-        def partial(rotated: Expression) -> Expression:
-            return op(aten.cat.default, items(rotated, rest), Var("last"))
+        def partial(turn: Callable[[Expression], Expression]) -> Expression:
+            return op(aten.cat.default, items(_rotated(part, turn), rest), Var("last"))
 
-        halves, neighbours = _rotated(x, _halves(x)), _rotated(x, _neighbours(x))
         return {
-            "partial": partial(_rotated(part, _halves(part))),
-            "partial_interleaved": partial(_rotated(part, _neighbours(part))),
-            "full": OneOf((halves,)),
-            "full_interleaved": OneOf((neighbours,)),
+            "partial": partial(_halves),
+            "partial_interleaved": partial(_neighbours),
+            "full": _rotated(x, _halves),
+            "full_interleaved": _rotated(x, _neighbours),
         }
 
     def check(self, match: Match) -> None:
@@ -89,7 +92,7 @@ class Rope(PatternPass):
         width = value_of(match.node("cos")).shape[-1]
         if match.has("rotated") and (match.number("rotated"), match.number("size")) != (width, shape[2]):
             raise Refuse("the part that is left unrotated does not follow the rotated one")
-        if match.has("half") and (match.number("half"), match.number("width")) != (width // 2, width):
+        if match.number("width") != width or (match.has("half") and match.number("half") * 2 != width):
             raise Refuse("the halves of the rotation are not halves of the tables")
         if match.has("shape"):
             match.value("shape")  # proved by the shape of the sum: stack and reshape interleave the last dimension
@@ -98,11 +101,13 @@ class Rope(PatternPass):
         if value_of(match.root).dtype != value_of(x).dtype:
             raise Refuse("the rotation changes the dtype of x")
         match.facts["interleaved"] = "interleaved" in match.pattern
+        match.facts["dtype"] = next(value_of(node).dtype for node in match.nodes if node.target is aten.add.Tensor)
 
     def rewrite(self, rw: Rewriter, match: Match) -> fx.Node:
         """One rope over a joint table; tokens first."""
         interleaved = bool(match.facts["interleaved"])
-        table = _joint(rw, str(match.node("cos").target), str(match.node("sin").target), interleaved)
+        table = _joint(rw, str(match.node("cos").target), str(match.node("sin").target), interleaved,
+                       match.facts["dtype"])  # type: ignore[arg-type]
         x, transposed = match.node("x"), match.number("head_axis") == 0
         if transposed:
             x = rw.call(aten.transpose.int, x, 0, 1)
@@ -110,11 +115,8 @@ class Rope(PatternPass):
         return rw.call(aten.transpose.int, new, 0, 1) if transposed else new
 
 
-def _joint(rw: Rewriter, cos: str, sin: str, interleaved: bool) -> fx.Node:
-    """The table `[L, R]` that holds each angle's cos, then each angle's sin."""
-    name = f"rope_table_{cos.rpartition('_')[2]}_{sin.rpartition('_')[2]}" + ("_interleaved" if interleaved else "")
-    if name in rw.weights.slots:
-        return rw.slot(name)
+def _joint(rw: Rewriter, cos: str, sin: str, interleaved: bool, dtype: torch.dtype) -> fx.Node:
+    """The table `[L, R]` that holds each angle's cos, then each angle's sin, in the dtype of the sums."""
     columns = []
     for source in (cos, sin):
         table = rw.weights.constants.get(source)
@@ -124,4 +126,7 @@ def _joint(rw: Rewriter, cos: str, sin: str, interleaved: bool) -> fx.Node:
         if not torch.equal(first, second):
             raise Refuse(f"the table {source} does not hold each angle twice")
         columns.append(first)
-    return rw.add_constant(name, torch.cat(columns, -1).contiguous())
+    joint = torch.cat(columns, -1).to(dtype).contiguous()
+    name = f"rope_table_{cos.rpartition('_')[2]}_{sin.rpartition('_')[2]}" + "_wide" * (dtype != table.dtype) \
+        + "_interleaved" * interleaved
+    return rw.slot(name) if name in rw.weights.slots else rw.add_constant(name, joint)
