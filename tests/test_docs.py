@@ -18,7 +18,7 @@ def test_the_pass_of_the_tutorial_works() -> None:
     text = (DOCS / "writing-a-pass.md").read_text(encoding="utf-8")
     code = "\n\n".join(regex.findall(r"```python\n(.*?)```", text, regex.DOTALL))
     namespace: dict[str, object] = {"__name__": "tutorial"}
-    exec(compile(code, "writing-a-pass.md", "exec"), namespace)
+    exec(compile(code, "writing-a-pass.md", "exec", dont_inherit=True), namespace)
     program = namespace["passes"].run(captured(tiny_model("llama")), [VerifyEachPass()])  # type: ignore[attr-defined]
     record = next(each for each in program.history if each.name == "raise_silu")
     assert record.matches == 0  # Llama spells silu as one op already
