@@ -6,7 +6,8 @@
 
 Captures are named; the same name twice is the same value. `+` and `*` commute. A cast is invisible only where `cast`
 is written (there may be one or none). `keep("sum", ...)` names an interior value that may have users outside the match,
-because the rewrite replaces it as well, and `shared(...)` a part that stays in the graph; any other interior value with an outside user refuses the match.
+because the rewrite replaces it as well, and `shared(...)` a part that stays in the graph; any other interior value with
+an outside user refuses the match.
 """
 
 from __future__ import annotations

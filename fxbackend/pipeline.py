@@ -59,8 +59,17 @@ class Pipeline:
         """The passes up to and including those of `stage`."""
         return Pipeline(tuple(each for each in self.passes if each.stage <= stage))
 
-    def run(self, program: Program, observers: Sequence[Observer] = ()) -> Program:
+    def before(self, name: str) -> Pipeline:
+        """The passes in front of the pass `name`."""
+        return Pipeline(self.passes[: self.index(name)])
+
+    def run(self, program: Program, observers: Sequence[Observer] = (), partial: bool = False) -> Program:
         """Runs every pass on a copy of `program` and verifies it at each stage border.
+
+        Args:
+            program: where to start; it is not changed.
+            observers: what watches.
+            partial: the last pass is not the last of its stage, so what the stage promises is not asked at the end.
 
         Raises:
             FxBackendError: whatever a pass refused or broke, with the names of the passes that had run.
@@ -73,10 +82,11 @@ class Pipeline:
                 self._run_pass(each, program, observers)
                 following = self.passes[index + 1].stage if index + 1 < len(self.passes) else None
                 if following is not each.stage:
-                    verify(program)
+                    verify(program, inside=partial and following is None)
             except FxBackendError as error:
                 done = ", ".join(record.name for record in program.history) or "none"
-                error.add_note(f"in pass {each.name}; passes that had run: {done}") if hasattr(error, "add_note") else None
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"in pass {each.name}; passes that had run: {done}")
                 raise
         for observer in observers:
             observer.after_all(program)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxbackend.passes.attention import Attention
 from fxbackend.passes.canonicalize import Canonicalize
+from fxbackend.passes.canonicalize_views import CanonicalizeViews
 from fxbackend.passes.drop_batch_axis import DropBatchAxis
 from fxbackend.passes.functionalize import Functionalize
 from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
@@ -24,6 +25,7 @@ def default_pipeline() -> Pipeline:
     return Pipeline((
         Functionalize(),     # first: whatever looks at a value must see the one that its readers saw
         Canonicalize(),      # before all patterns: they know one spelling only
+        CanonicalizeViews(), # after canonicalize: it has made the dimensions positive and the no-op casts go
         DropBatchAxis(),     # after canonicalize: its rules expect positive dimensions and one kind of view
         PositionTables(),    # before rope: rope reads cos and sin off evaluated tables
         Rope(),              # before attention: it removes the transposes that attention puts around its operands

@@ -1,0 +1,150 @@
+"""`view(x) = reshape(x)`: one spelling each of views, slices, splits, selections and transposes.
+
+Before and after, where T is the number of tokens:
+
+    a = aten.view(x, [1, 7, -1, 16])            a = aten.reshape(x, [1, T, 4, 16])
+    b, c = aten.chunk(a, 2, 3)                  b = aten.slice(a, 3, 0, 8); c = aten.slice(a, 3, 8, 16)
+    d = aten.select(a, 2, -1)                   d = aten.squeeze(aten.slice(a, 2, 3, 4), 2)
+    e = aten.permute(a, [0, 2, 1, 3])           e = aten.transpose(a, 1, 2)
+    f = aten.cat([d, g], 1)  (g is empty)       (d)
+
+Refuses: a view whose result has two dimensions of unknown size that are not the number of tokens.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxbackend.pass_base import Pass
+from fxbackend.program import Stage, shape_of, value_of
+from fxbackend.rewriter import Rewriter
+
+aten = torch.ops.aten
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints,
+          aten.unflatten.int, aten.view_as.default}
+_SPLITS = {aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unbind.int}
+
+
+@dataclass(frozen=True)
+class CanonicalizeViews(Pass):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "canonicalize_views"
+    stage: ClassVar[Stage] = Stage.CANONICAL
+
+    def run(self, rw: Rewriter) -> None:
+        """One walk in graph order; every node sees canonical arguments."""
+        tokens = _tokens(rw)
+        for node in list(rw.graph.nodes):
+            if node.op != "call_function" or node._erased or not node.args:
+                continue
+            with rw.at(node):
+                new = _split(rw, node) if node.target in _SPLITS else _rewrite(rw, node, tokens)
+            if new is not None:
+                rw.replace(new if isinstance(new, dict) else {node: new})
+                rw.matched()
+
+
+def _tokens(rw: Rewriter) -> fx.Node | None:
+    """The node that reads the number of tokens, which canonicalize has put first."""
+    ids = rw.program.inputs()["input_ids"]
+    return next((node for node in ids.users if node.target is aten.sym_size.int), None)
+
+
+def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | None:
+    target, first = node.target, node.args[0]
+    if target is aten.cat.default:
+        return _cat(rw, node)
+    if not isinstance(first, fx.Node):
+        return None
+    if target in _VIEWS:
+        return _reshape(rw, node, first, tokens)
+    if target is aten.slice.Tensor:
+        return _slice(rw, node, first)
+    if target is aten.select.int:
+        dim, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+        size = shape_of(first)[dim]
+        if isinstance(size, int):
+            index %= size
+            return rw.call(aten.squeeze.dim, rw.call(aten.slice.Tensor, first, dim, index, index + 1), dim)
+    if target in (aten.t.default, aten.numpy_T.default, aten.permute.default):
+        return _transpose(rw, node, first)
+    return None
+
+
+def _reshape(rw: Rewriter, node: fx.Node, first: fx.Node, tokens: fx.Node | None) -> fx.Node | None:
+    shape = shape_of(node)
+    if shape == shape_of(first):
+        return first
+    known = None if tokens is None else str(tokens.meta["val"])
+    sizes = [size if isinstance(size, int) else tokens if str(size) == known else -1 for size in shape]
+    if node.target is aten.reshape.default and node.args[1] == sizes:
+        return None
+    if sizes.count(-1) > 1:
+        return None if node.target is aten.reshape.default else rw.call(aten.reshape.default, *node.args)
+    return rw.call(aten.reshape.default, first, sizes)
+
+
+def _slice(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:
+    """`(x, dim, start, end)` with both ends inside of a known size; the step only where it is not 1."""
+    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    dim = int(dim)  # type: ignore[arg-type]
+    size = shape_of(first)[dim]
+    if isinstance(start, fx.Node) or isinstance(end, fx.Node):
+        return None
+    start = int(start or 0)  # type: ignore[arg-type]
+    if start == 0 and (end is None or end == 2**63 - 1) and step == 1:
+        return first
+    if not isinstance(size, int):
+        return None
+    end = size if end is None else min(int(end), size)  # type: ignore[arg-type]
+    start, end = start + size * (start < 0), end + size * (end < 0)
+    if (start, end, step) == (0, size, 1):
+        return first
+    wanted = (first, dim, start, end, *([step] if step != 1 else []))
+    return None if node.args == wanted else rw.call(aten.slice.Tensor, *wanted)
+
+
+def _cat(rw: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Without empty parts (the unrotated rest of a full rope, Phi-3), and with a positive dimension."""
+    parts, dim = node.args[0], int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+    full = [part for part in parts if shape_of(part)[dim] != 0]  # type: ignore[union-attr]
+    if len(full) == 1 and value_of(full[0]).dtype == value_of(node).dtype:
+        return full[0]
+    if len(full) == len(parts) and node.args[1:] == (dim,):  # type: ignore[arg-type]
+        return None
+    return rw.call(aten.cat.default, full, dim)
+
+
+def _split(rw: Rewriter, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
+    first = node.args[0]
+    dim = 0
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
+        if argument.name == "dim":
+            dim = int(value)  # type: ignore[arg-type]
+    unbound = node.target is aten.unbind.int
+    sizes = [1] * len(node.meta["val"]) if unbound else [value.shape[dim] for value in node.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes) or any(user.target is not operator.getitem for user in node.users):
+        return None
+    replacements = {}
+    for user in node.users:
+        index = int(user.args[1]) % len(sizes)  # type: ignore[arg-type]
+        start = sum(sizes[:index])
+        part = rw.call(aten.slice.Tensor, first, dim, start, start + sizes[index])
+        replacements[user] = rw.call(aten.squeeze.dim, part, dim) if unbound else part
+    return replacements
+
+
+def _transpose(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:
+    rank = len(shape_of(first))
+    order = [d % rank for d in node.args[1]] if len(node.args) > 1 else list(reversed(range(rank)))  # type: ignore[attr-defined]
+    moved = [index for index, dim in enumerate(order) if index != dim]
+    if not moved:
+        return first
+    return rw.call(aten.transpose.int, first, moved[0], moved[1]) if len(moved) == 2 else None
