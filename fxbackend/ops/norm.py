@@ -20,7 +20,19 @@ def _rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offse
     return (normed * scale).to(x.dtype)
 
 
-@dialect_op()
+def _rms_norm_shape(
+    x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str
+) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _add_rms_norm_shape(
+    x: torch.Tensor, residual: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@dialect_op(shape=_rms_norm_shape)
 def rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str) -> torch.Tensor:
     """`y = x / sqrt(mean(x^2) + eps) * (offset + weight)`: x `[..., W]`, weight `[W]` or None -> `[..., W]`.
 
@@ -30,7 +42,7 @@ def rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset
     return _rms_norm(x, weight, eps, offset, cast)
 
 
-@dialect_op()
+@dialect_op(shape=_add_rms_norm_shape)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

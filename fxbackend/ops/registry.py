@@ -29,7 +29,8 @@ def dialect_op(shape: Callable[..., object] | None = None) -> Callable[[_Functio
     """Registers the decorated function as `torch.ops.fxbackend.<its name>`.
 
     Args:
-        shape: the shape rule, for bodies that look at values; by default the body itself is run on fake tensors.
+        shape: the shape rule, for bodies that look at values or are long (every fake op inside costs time at each
+            inference); by default the body itself is run on fake tensors.
     """
 
     def register(function: _Function) -> _Function:

@@ -17,7 +17,17 @@ def _rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inter
     return torch.cat((out.to(x.dtype), rest), -1)
 
 
-@dialect_op()
+def _rope_shape(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _rope_qk_shape(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+@dialect_op(shape=_rope_shape)
 def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """`(a, b) -> (a cos - b sin, b cos + a sin)` on the first R of D: x `[T, H, D]`, positions `[T]` -> `[T, H, D]`.
 
@@ -28,7 +38,7 @@ def rope(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interlea
     return _rotate(x, positions, table, interleaved)
 
 
-@dialect_op()
+@dialect_op(shape=_rope_qk_shape)
 def rope_qk(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
