@@ -131,7 +131,7 @@ class Program:
 
 
 class Evaluator:
-    """Evaluates nodes of a graph on real tensors, dropping each value after its last use."""
+    """Evaluates nodes of a graph on real tensors; reads a weight at its first use, drops a value after its last."""
 
     def __init__(self, graph: fx.Graph, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]):
         self.graph = graph
@@ -144,6 +144,11 @@ class Evaluator:
         last_use = {arg: node for node in self.graph.nodes for arg in node.all_input_nodes}
         with torch.no_grad():
             for node in self.graph.nodes:
+                if node.op == "get_attr":
+                    continue
+                for arg in node.all_input_nodes:  # a weight is read right before its first use
+                    if arg.op == "get_attr" and arg not in values:
+                        values[arg] = self.value(arg, values)
                 if node.op == "output":
                     return fx.node.map_arg(node.args[0], lambda n: values[n])  # type: ignore[return-value]
                 values[node] = self.value(node, values)

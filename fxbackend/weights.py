@@ -195,9 +195,10 @@ class WeightPlan:
         """Values of all slots for one rank, from a whole state dict (views of it wherever nothing is stacked)."""
         self.check(state)
         by_source = {self.aliases.get(name, name): tensor for name, tensor in state.items()}
-        return {slot.name: self._value(slot, by_source, rank, world) for slot in self.slots.values()}
+        return {slot.name: self.value(slot, by_source, rank, world) for slot in self.slots.values()}
 
-    def _value(self, slot: Slot, state: Mapping[str, torch.Tensor], rank: int, world: int) -> torch.Tensor:
+    def value(self, slot: Slot, state: Mapping[str, torch.Tensor], rank: int = 0, world: int = 1) -> torch.Tensor:
+        """The value of one slot for one rank, from tensors by source name (aliases resolved)."""
         if slot.name in self.constants:
             return self.constants[slot.name]
         parts = [piece.apply(state[piece.source]) for piece in slot.pieces]

@@ -44,11 +44,11 @@ def capture(model_class: type[PreTrainedModel], config: PretrainedConfig, facts:
     mode = new_fake_mode()
     fake = _build(model_class, config, facts.dtype, mode, device)
     real = instance if instance is not None else _buffers_only(model_class, config, facts.dtype)
-    _same_parameters(fake, instance)
-    notes = _freeze_ropes(fake, real, facts.max_model_len)
+    _same_modules(fake, instance)
+    notes, frozen = _freeze_ropes(fake, lambda: _buffers_only(model_class, config, facts.dtype), facts.max_model_len)
     facts = dataclasses.replace(facts, notes=facts.notes + notes)
     graph, names = _trace(fake, facts, mode, device)
-    plan = _weight_plan(fake, real)
+    plan = _weight_plan(fake, real, frozen, device)
     _name_inputs(graph, names)
     return Program(graph, plan, facts, Stage.CAPTURED, mode).copy()  # a graph that no module owns
 
@@ -96,9 +96,19 @@ def _buffers_only(model_class: type[PreTrainedModel], config: PretrainedConfig, 
         return model_class._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
 
 
-def _same_parameters(fake: PreTrainedModel, instance: PreTrainedModel | None) -> None:
+def _same_modules(fake: PreTrainedModel, instance: PreTrainedModel | None) -> None:
+    """The model in hand must be the one that its class builds from its config: modules, parameters, shapes."""
     if instance is None:
         return
+    for one, other in ((fake, instance), (instance, fake)):
+        types = {name: type(module).__name__ for name, module in other.named_modules()}
+        for name, module in one.named_modules():
+            if types.get(name) != type(module).__name__:
+                raise CaptureError(
+                    f"{type(instance).__name__} rebuilt from its config is not the model in hand: {name} is a "
+                    f"{type(module).__name__} in one and {types.get(name, 'absent')} in the other. Modules that are "
+                    "exchanged or added after the model was built are lost: let its __init__ build them from the config."
+                )
     rebuilt = {name: tuple(value.shape) for name, value in fake.named_parameters()}
     given = {name: tuple(value.shape) for name, value in instance.named_parameters()}
     if rebuilt != given:
@@ -110,20 +120,29 @@ def _same_parameters(fake: PreTrainedModel, instance: PreTrainedModel | None) ->
         )
 
 
-def _freeze_ropes(fake: PreTrainedModel, real: PreTrainedModel, longest: int) -> tuple[str, ...]:
-    """Ropes whose frequencies depend on the length read it on the host; they are frozen at `longest` positions."""
-    notes = []
-    for path, module in fake.named_modules():
-        kind = getattr(module, "rope_type", None)
-        if kind not in _LENGTH_DEPENDENT_ROPES:
-            continue
+def _freeze_ropes(fake: PreTrainedModel, fresh: Callable[[], PreTrainedModel],
+                  longest: int) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
+    """Ropes whose frequencies depend on the length read it on the host; they are frozen at `longest` positions.
+
+    Returns:
+        Sentences for the report, and the buffers as they are at that length. They are computed on a model of their own:
+        one in hand may have seen longer rows, and must not be changed.
+    """
+    notes: list[str] = []
+    buffers: dict[str, torch.Tensor] = {}
+    modules = [(path, module) for path, module in fake.named_modules()
+               if getattr(module, "rope_type", None) in _LENGTH_DEPENDENT_ROPES]
+    real = fresh() if modules else fake
+    for path, module in modules:
+        kind = module.rope_type
         rotary = real.get_submodule(path)
         rotary(torch.zeros(1, 1, dtype=torch.float32), torch.tensor([[longest - 1]]))
         module.rope_type = "default"
         module.attention_scaling = rotary.attention_scaling
+        buffers |= {f"{path}.{name}": value for name, value in rotary.named_buffers()}
         notes.append(f"{path}: rope type {kind!r} depends on the length; its frequencies are those of "
                      f"max_model_len={longest} tokens at every length.")
-    return tuple(notes)
+    return tuple(notes), buffers
 
 
 def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
@@ -140,7 +159,11 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
     def forward(ids: torch.Tensor, positions: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
         state = dict(zip(tensors, values, strict=True))
         with _reparametrize_module(model, state, tie_weights=True):
-            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            result = model(input_ids=ids, position_ids=positions, use_cache=False)
+        if getattr(result, "logits", None) is None:
+            raise CaptureError(f"{type(model).__name__} returns no logits ({type(result).__name__}): hand in a model with a "
+                               "language-model head, such as a ...ForCausalLM.")
+        return result.logits
 
     tracer = make_fx(forward, tracing_mode="real", pre_dispatch=True, record_stack_traces=False)
     try:
@@ -223,7 +246,8 @@ def _module_paths(paths: dict[nn.Module, str]) -> Iterator[None]:
             handle.remove()
 
 
-def _weight_plan(fake: PreTrainedModel, real: nn.Module) -> WeightPlan:
+def _weight_plan(fake: PreTrainedModel, real: nn.Module, frozen: dict[str, torch.Tensor],
+                 device: torch.device | str) -> WeightPlan:
     plan = WeightPlan()
     first: dict[int, str] = {}
     for name, value in fake.named_parameters(remove_duplicate=False):
@@ -233,10 +257,10 @@ def _weight_plan(fake: PreTrainedModel, real: nn.Module) -> WeightPlan:
         first[id(value)] = name
         shape = tuple(value.shape)
         plan.add(Slot(name, shape, value.dtype, (Piece(name),), shape[:1]))
-    buffers = dict(real.named_buffers())
+    buffers = {**dict(real.named_buffers()), **frozen}
     persistent = set(real.state_dict())
     for name, _value in fake.named_buffers():
-        plan.add_constant(name, buffers[name].detach().clone())
+        plan.add_constant(name, buffers[name].detach().to(device, copy=True))
         if name in persistent:
             plan.ignored[name] = "a buffer; its value is computed from the config"
     return plan
