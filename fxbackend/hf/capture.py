@@ -23,6 +23,7 @@ from fxbackend.hf import hooks
 from fxbackend.program import Facts, Program, Stage, new_fake_mode, token_input
 from fxbackend.weights import Piece, Slot, WeightPlan
 
+_HOST_READS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
@@ -173,13 +174,12 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
     except FxBackendError:
         raise
     except Exception as error:
-        where = _where(error)
-        raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: "
-                           f"{str(error).splitlines()[0] if str(error) else 'no message'}{where}") from error
+        raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {_reason(error)}{_where(error)}."
+                           ) from error
     tokens = ids.shape[-1]
     if not isinstance(tokens, torch.SymInt) or tokens.node.maybe_as_int() is not None:
         raise CaptureError(f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
-                           "token dimension with a constant.")
+                           "token dimension with a constant. It must work for every number of tokens.")
     _no_silent_guards(mode, model, str(tokens.node.expr))
     return module.graph, list(tensors)
 
@@ -189,7 +189,15 @@ def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str)
     guards = [str(guard.expr) for guard in mode.shape_env.guards if symbol in str(guard.expr)]  # type: ignore[union-attr]
     if guards:
         raise CaptureError(f"{type(model).__name__} branches on the number of tokens: {', '.join(guards[:4])} was taken "
-                           f"as true while tracing ({symbol} is the token count), and need not be for another batch.")
+                           f"as true while tracing ({symbol} is the token count), and need not be for another batch. Its "
+                           "forward must do the same for every number of tokens.")
+
+
+def _reason(error: BaseException) -> str:
+    if type(error).__name__ in _HOST_READS:
+        return ("its forward reads the value of a tensor on the host (item(), tolist(), a branch on it), which no graph can "
+                "hold; it must stay a tensor")
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def _where(error: BaseException) -> str:
@@ -197,7 +205,7 @@ def _where(error: BaseException) -> str:
     place, trace = "", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if "modeling" in name or "forward" == trace.tb_frame.f_code.co_name:
+        if "modeling" in name or trace.tb_frame.f_code.co_name == "forward":
             place = f" (at {name.rpartition('/')[2]}:{trace.tb_lineno}, in {trace.tb_frame.f_code.co_qualname})" \
                 if hasattr(trace.tb_frame.f_code, "co_qualname") else f" (at {name.rpartition('/')[2]}:{trace.tb_lineno})"
         trace = trace.tb_next

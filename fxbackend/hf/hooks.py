@@ -16,6 +16,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import fxbackend.ops  # noqa: F401  (registers the ops that the hooks leave)
 from fxbackend.errors import CaptureError
 
 IMPLEMENTATION = "fxbackend"
