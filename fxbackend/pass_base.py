@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from torch import fx
 
-import fxbackend.ops  # noqa: F401  (registers the dialect before a pass names its ops)
 from fxbackend.errors import PipelineError
 from fxbackend.matcher import Match, Miss, candidates
 from fxbackend.pattern import Expression

@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import fxbackend.ops  # noqa: F401  (registers the dialect before anything names its ops)
 from fxbackend.errors import VerifyError
 from fxbackend.weights import WeightPlan
 

@@ -11,6 +11,7 @@ from fxbackend.errors import VerifyError
 from fxbackend.ops import OPS
 from fxbackend.printer import node_text
 from fxbackend.program import Program, Stage, module_of
+from fxbackend.rows import check_rows
 
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
@@ -48,6 +49,8 @@ def verify(program: Program, inside: bool = False) -> None:
         if node.op == "call_function":
             _allowed(node, stage)
     _weights(program, stage)
+    if Stage.SEMANTIC <= stage < Stage.LOWERED:
+        check_rows(program)
 
 
 def _place(node: fx.Node) -> str:
