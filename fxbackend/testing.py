@@ -57,12 +57,12 @@ def program_of(module: nn.Module, max_model_len: int = 32, dtype: torch.dtype = 
     from fxbackend.hf.capture import _module_paths, _name_inputs
 
     module = randomise(module.to(dtype).eval())
+    real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mode = new_fake_mode()
     ids = token_input(mode, "input_ids", (1, 7), "cpu")
     with mode:
         positions = torch.empty(ids.shape, dtype=torch.int64)
-    real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    fakes = [mode.from_tensor(value.detach()) for value in real.values()]
+        fakes = [torch.empty(value.shape, dtype=value.dtype) for value in real.values()]
     paths = {each: path for path, each in module.named_modules()}
 
     def forward(ids: torch.Tensor, positions: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,9 @@ class PositionTables(Pass):
             with rw.at(node):
                 table = rw.add_constant(f"position_table_{tables}", rows.contiguous())
                 new = rw.call(aten.embedding.default, table, positions)
-                for _axis in range(len(shape_of(node)) - 2):
-                    new = rw.call(aten.unsqueeze.default, new, 0)
+                for axis, size in enumerate(shape_of(node)[:-1]):
+                    if size == 1:
+                        new = rw.call(aten.unsqueeze.default, new, axis)
             tables += 1
             rw.replace({node: new})
             rw.matched()
@@ -85,11 +86,11 @@ def _is_constant(rw: Rewriter, node: fx.Node) -> bool:
 
 
 def _is_table(node: fx.Node) -> bool:
-    """A floating `[1..., tokens, width]`."""
-    shape = shape_of(node)
-    return (len(shape) >= 2 and node.meta["val"].dtype.is_floating_point and isinstance(shape[-2], torch.SymInt)
-            and isinstance(shape[-1], int) and all(size == 1 for size in shape[:-2] if isinstance(size, int))
-            and all(isinstance(size, int) for size in shape[:-2]))
+    """A floating `[tokens, width]`, with further dimensions of one (for the heads) in any place but the last."""
+    *outer, width = shape_of(node) or (None,)
+    others = [size for size in outer if not isinstance(size, torch.SymInt)]
+    return (node.meta["val"].dtype.is_floating_point and isinstance(width, int) and len(others) + 1 == len(outer)
+            and all(size == 1 for size in others))
 
 
 def _evaluate(rw: Rewriter, region: dict[fx.Node, None], positions: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
