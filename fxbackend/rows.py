@@ -175,13 +175,6 @@ def _gather(node: fx.Node) -> str | None:
     return "it picks among the tokens" if where == dim % _values(source)[0].ndim else None  # type: ignore[arg-type]
 
 
-def _pad(node: fx.Node) -> str | None:
-    """Padding is listed from the last dimension backwards, two numbers each."""
-    place = 2 * (_values(node.args[0])[0].ndim - 1 - (token_dim(node.args[0]) or 0))  # type: ignore[arg-type]
-    moved = any(node.args[1][place : place + 2])  # type: ignore[index]
-    return "it shifts the tokens" if moved else None
-
-
 def _repeat(node: fx.Node) -> str | None:
     where = token_dim(node.args[0])  # type: ignore[arg-type]
     times = node.args[1]
@@ -202,5 +195,4 @@ _RULES: dict[object, Rule] = {
     aten.bmm.default: _matmul, aten.mm.default: _matmul, aten.embedding.default: _lookup,
     aten.index.Tensor: _lookup, aten.index_select.default: _lookup, aten.gather.default: _gather,
     aten.repeat.default: _repeat, aten.repeat_interleave.self_int: _repeat_interleave, aten.one_hot.default: _transpose,
-    aten.constant_pad_nd.default: _pad,
 }

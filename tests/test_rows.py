@@ -81,7 +81,6 @@ MIXED: dict[str, tuple[Build, str]] = {
     "tokens moved into the width": (
         lambda rw, h: rw.call(aten.reshape.default, rw.call(aten.transpose.int, h, 0, 1), [count(rw), 8]), "view moves"),
     "previous token": (call(aten.slice.Tensor, 0, 0, -1), "rows, not one per token"),
-    "fewer tokens": (call(aten.constant_pad_nd.default, [0, 0, 1, 0]), "rows, not one per token"),
 }
 
 
