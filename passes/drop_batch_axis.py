@@ -43,13 +43,12 @@ class DropBatchAxis(Pass):
         if any(len(shape_of(node)) == 1 for node in rw.program.inputs().values()):
             return
         squeezed: dict[fx.Node, fx.Node] = {}
-        nodes = list(rw.graph.nodes)
         for node in rw.program.inputs().values():
             with rw.program.fake_mode:
                 node.meta["val"] = torch.empty(node.meta["val"].shape[1:], dtype=torch.int64,
                                                device=node.meta["val"].device)
             squeezed[node] = node
-        for node in nodes:
+        for node in list(rw.graph.nodes):
             if node.op == "call_function" and any(arg in squeezed for arg in node.all_input_nodes):
                 with rw.at(node):
                     _convert(rw, node, squeezed)
@@ -57,9 +56,6 @@ class DropBatchAxis(Pass):
         out = rw.program.output()
         final = squeezed.get(out, out)
         rw.replace({out: final})
-        for node in reversed(nodes):
-            if node.op == "call_function" and not node.users and not node._erased:
-                rw.erase(node)
 
 
 def _convert(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> None:
