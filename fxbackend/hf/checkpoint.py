@@ -108,6 +108,20 @@ def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig
     return result
 
 
+def check_shapes(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor must have the shape of the parameter that a captured program names it for.
+
+    Raises:
+        WeightError: one message that lists every tensor that does not.
+    """
+    names = {plan.aliases.get(name, name): name for name in state}
+    shapes = {slot.name: (tuple(state[names[slot.name]].shape), slot.shape) for slot in plan if slot.pieces}
+    wrong = [f"{name} is {given} in the checkpoint, {wanted} in the model" for name, (given, wanted) in shapes.items()
+             if given != wanted]
+    if wrong:
+        raise WeightError(f"{'; '.join(wrong)}. Check that config.json and the weight files belong together.")
+
+
 def check_ties(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
     """Tied names that a checkpoint holds twice must hold the same values; Transformers would untie them.
 

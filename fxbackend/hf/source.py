@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from fxbackend.errors import InputError, UnsupportedModelError
 from fxbackend.hf.capture import capture
-from fxbackend.hf.checkpoint import Checkpoint, adopt_buffers, check_ties, parameter_names
+from fxbackend.hf.checkpoint import Checkpoint, adopt_buffers, check_shapes, check_ties, parameter_names
 from fxbackend.hf.facts import causal_class, load_config, read_facts
 from fxbackend.program import Program
 
@@ -68,6 +68,7 @@ class Source:
             state = state.renamed(parameter_names(self.model_class, self.config, program.weights, state))
         if state is not None:
             program.weights.check(state)
+            check_shapes(program.weights, state)
             check_ties(program.weights, state)
             adopt_buffers(program.weights, state)
         return program, state
@@ -102,7 +103,7 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None or dtype == "auto":
         return None
-    found = _DTYPES.get(dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
         raise InputError(f"dtype={dtype!r} is no dtype of activations: use one of {', '.join(sorted(_DTYPES))}.")
     return found
