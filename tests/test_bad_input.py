@@ -166,7 +166,7 @@ def test_a_forward_that_no_graph_can_hold(trick: str) -> None:
 
 
 def test_a_pipeline_in_the_wrong_order() -> None:
-    with pytest.raises(PipelineError, match="'canonicalize' .* stands after 'fuse_qkv' .*: move it before"):
+    with pytest.raises(PipelineError, match=r"'canonicalize' .* stands after 'fuse_qkv' .*: move it before"):
         Pipeline((FuseQkv(), Canonicalize()))
     with pytest.raises(PipelineError, match="more than once"):
         Pipeline((FuseQkv(), FuseQkv()))

@@ -208,7 +208,9 @@ def test_tied_weights_are_saved_once_and_the_tokenizer_goes_along(tmp_path: Path
     assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in (tmp_path / "b").iterdir()}
 
 
-def test_to_vllm_launches_from_a_directory_that_lives_as_long(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_vllm_launches_from_a_directory_that_lives_as_long(
+    converted: Converted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Engine:
         def __init__(self, directory: str, **arguments: object):
             self.directory, self.arguments = Path(directory), arguments

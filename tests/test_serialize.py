@@ -104,7 +104,7 @@ def test_unknown_text_is_refused(old: str, new: str, says: str) -> None:
 
 
 def test_a_directory_without_a_program_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no program.json"):
+    with pytest.raises(InputError, match=r"no program.json"):
         load_program(tmp_path)
 
 
@@ -114,6 +114,7 @@ def test_the_hash_tells_pipelines_models_and_facts_apart() -> None:
     programs = [fxbackend.convert(config, passes=each).program for each in pipelines]
     programs.append(fxbackend.convert(config, max_model_len=32).program)
     programs.append(fxbackend.convert(config, dtype="bfloat16").program)
-    programs.append(dataclasses.replace(programs[0], facts=dataclasses.replace(programs[0].facts, rank=1, world_size=2)))
+    rank = dataclasses.replace(programs[0].facts, rank=1, world_size=2)
+    programs.append(dataclasses.replace(programs[0], facts=rank))
     assert len({program_hash(each) for each in programs}) == len(programs)
     assert program_hash(fxbackend.convert(config).program) == program_hash(programs[0])
