@@ -97,7 +97,7 @@ def _rule(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> fx.N
 
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten.to.dtype:
         return _pointwise(rw, node, squeezed, rank)
-    if target in _LISTS and args[1] != 0 and all(map(lost, args[0])):  # type: ignore[arg-type]
+    if target in _LISTS and len(args) > 1 and args[1] != 0 and all(map(lost, args[0])):  # type: ignore[arg-type]
         return rw.call(target, [small(item) for item in args[0]], args[1] - 1)  # type: ignore[union-attr, operator]
     if target is aten.embedding.default and lost(args[1]) and args[0] not in squeezed:
         return rw.call(target, args[0], small(args[1]), *args[2:])
