@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxbackend.hf import tiny
+from fxbackend.printer import op_counts
+from fxbackend.report import Report
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -92,8 +94,6 @@ def _rows(output: RequestOutput) -> torch.Tensor:
 
 def compare(directory: str, **changes: object) -> Compared:
     """An engine on a tiny model against Transformers: mixed lengths in one batch, chunked prefill, cached prefixes."""
-    from fxbackend.printer import op_counts
-
     llm = start(directory, **changes)
     first = generate(llm, PROMPTS)
     second = generate(llm, AGAIN, prompt_rows=False)
@@ -104,10 +104,14 @@ def compare(directory: str, **changes: object) -> Compared:
             expected = tiny.hf_logits(model, torch.tensor(prompt + tokens)).log_softmax(-1)
             worst = max(worst, float((expected[-1 - len(rows) : -1] - rows).abs().max()))
             greedy &= expected[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
-    [(served_by, report, ops)] = llm.apply_model(
-        lambda model: (type(model).__name__, model.fxbackend_report, op_counts(model.fxbackend_program)))
+    served_by, report, ops = llm.apply_model(look)[0]
     plain = tuple(note for note in report.notes if "plain torch body" in note)
     return Compared(worst, greedy, sum(second.cached), served_by, str(report), plain, ops)
+
+
+def look(model: Any) -> tuple[str, Report, dict[str, int]]:
+    """What the engine's model says of itself, on one rank."""
+    return type(model).__name__, model.fxbackend_report, op_counts(model.fxbackend_program)
 
 
 def reference(directory: str) -> Any:
