@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -124,3 +125,56 @@ def reference(directory: str) -> Any:
 def tokens(directory: str, count: int = 8, **changes: object) -> list[list[int]]:
     """Greedy tokens of the prompts."""
     return generate(start(directory, **changes), PROMPTS, count, everything=False).tokens
+
+
+@dataclass
+class Compiled:
+    """A compiled engine: tokens, log-probabilities, and what the compilers counted."""
+
+    tokens: list[list[int]]
+    logprobs: list[torch.Tensor]
+    key: str
+    graphs: int
+    breaks: int
+    saved: int
+    loaded: int
+
+
+def compiled(directory: str, without: str | None = None, **changes: object) -> Compiled:
+    """Runs compiled, with the default pipeline or that without one pass."""
+    from vllm.compilation.counter import compilation_counter as counter
+
+    with pipeline_without(without):
+        llm = start(directory, enforce_eager=False, **changes)
+    counts = torch._dynamo.utils.counters
+    graphs = counts["stats"]["unique_graphs"]  # after the warm-up; the kernel that ranks log-probabilities comes later
+    done = generate(llm, PROMPTS)
+    return Compiled(done.tokens, done.logprobs, key(llm), graphs, len(counts["graph_break"]),
+                    counter.num_aot_artifacts_saved, counter.num_aot_artifacts_loaded)
+
+
+@contextmanager
+def pipeline_without(name: str | None) -> Iterator[None]:
+    """The engine converts without one pass."""
+    from fxbackend.pipelines import default_pipeline
+    from fxbackend.targets.vllm import model
+
+    before = model.default_pipeline
+    model.default_pipeline = lambda: default_pipeline() if name is None else default_pipeline().without(name)
+    try:
+        yield
+    finally:
+        model.default_pipeline = before
+
+
+def key(llm: LLM) -> str:
+    """What vLLM's cache of compiled code would call this engine."""
+    from vllm.compilation.caching import aot_compile_hash_factors
+
+    return str(aot_compile_hash_factors(llm.llm_engine.vllm_config))
+
+
+def key_of(directory: str, without: str | None = None) -> str:
+    """The same, without compiling."""
+    with pipeline_without(without):
+        return key(start(directory))
