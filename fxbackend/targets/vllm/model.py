@@ -71,7 +71,8 @@ def convert(model_config: ModelConfig, observers: Iterable[Observer] = (), load_
         FxBackendError: the model cannot be converted; the message says where and why.
     """
     if model_config.hf_config.model_type == MODEL_TYPE:
-        conversion = Conversion(_saved(model_config), {})
+        program = _saved(model_config)  # vLLM reads the file of its constants as well
+        conversion = Conversion(program, dict.fromkeys(program.weights.constants))
     else:
         with _float32():
             conversion = _from_source(model_config, tuple(observers), load_format)
