@@ -17,6 +17,10 @@ import fxbackend.ops  # noqa: F401  (registers the dialect before anything names
 from fxbackend.errors import VerifyError
 from fxbackend.weights import WeightPlan
 
+# The token count of examples: a prime that no width of a model is. Torch compares a symbolic size with a number by the
+# example's value, so a model with 7 heads would fix an example of 7 tokens to 7.
+EXAMPLE_TOKENS = 1009
+
 
 class Stage(enum.IntEnum):
     """What a program speaks; see the table in docs/architecture.md."""
