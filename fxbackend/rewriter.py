@@ -132,6 +132,15 @@ class Rewriter:
                 user.replace_input_with(old, new)
         self.edits += 1
 
+    def transpose_slot(self, node: fx.Node) -> None:
+        """Turns the two-dimensional slot that `node` reads: its recipe transposes what it takes from the checkpoint."""
+        slot = self.weights.slots[str(node.target)]
+        pieces = tuple(dataclasses.replace(piece, transpose=not piece.transpose) for piece in slot.pieces)
+        turned = self.weights.replace(slot.name, shape=slot.shape[::-1], pieces=pieces, sections=(slot.shape[1],))
+        with self.program.fake_mode:
+            node.meta["val"] = torch.empty(turned.shape, dtype=slot.dtype, device=self._device())
+        self.edits += 1
+
     def shard_slot(self, name: str, shard: Shard, world: int) -> None:
         """States the split of a slot; its node then has the shape that one rank holds."""
         slot = self.weights.replace(name, shard=shard)

@@ -26,7 +26,7 @@ def sequences(lengths: tuple[int, ...]) -> Iterator[None]:
 
 def _attention_shape(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Optional[torch.Tensor],
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, alibi: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
@@ -34,18 +34,19 @@ def _attention_shape(
 @dialect_op(shape=_attention_shape)
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Optional[torch.Tensor],
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, alibi: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """`y = softmax(cap(scale q k^T) + causal mask) v`: q `[T, Hq, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]` -> `[T, Hq, Dv]`.
 
     `window` w > 0 lets a token see itself and the w - 1 before it, 0 sees all before it; `softcap` c > 0 replaces the
-    scores s by c tanh(s / c); `sinks` `[Hq]` adds one more score per head to the denominator (GPT-OSS).
+    scores s by c tanh(s / c); `sinks` `[Hq]` adds one more score per head to the denominator (GPT-OSS);
+    `alibi` `[Hq]` adds slope (j - i) to the score of key j for query i (Press et al., arXiv:2108.12409).
     """
     lengths = _LENGTHS.get() or (q.shape[0],)
     if sum(lengths) != q.shape[0]:
         raise ValueError(f"sequences of {lengths} tokens do not fill a row of {q.shape[0]} tokens.")
     rows = [
-        _one_sequence(*parts, sinks, scale, window, softcap)
+        _one_sequence(*parts, sinks, scale, window, softcap, alibi)
         for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     ]
     return torch.cat(rows)
@@ -53,7 +54,7 @@ def attention(
 
 def _one_sequence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, alibi: torch.Tensor | None,
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -61,6 +62,8 @@ def _one_sequence(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     age = torch.arange(q.shape[0]).unsqueeze(1) - torch.arange(q.shape[0])
+    if alibi is not None:
+        scores = scores - alibi.float().view(-1, 1, 1) * age.to(scores.device)
     hidden = (age < 0) | (age >= window) if window else age < 0
     scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
     if sinks is not None:
