@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("model", help="a model directory or id; its weights are not needed")
         command.add_argument("--dtype", help="of the activations (default: that of the model)")
         command.add_argument("--max-model-len", type=int, help="positions of a sequence (default: as the config says)")
-        command.add_argument("--trust-remote-code", action="store_true", help="run code that lies in the model directory")
+        command.add_argument("--trust-remote-code", action="store_true", help="run code of the model directory")
         command.add_argument("--dump", metavar="DIR", help="write the graph after every pass below this directory")
     return parser
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def convert(
-    model: PreTrainedModel | PretrainedConfig | str | Path, *, target: str = "reference", passes: Pipeline | None = None,
-    dtype: str | torch.dtype | None = None, max_model_len: int | None = None, trust_remote_code: bool = False,
-    dump: str | Path | None = None,
+    model: PreTrainedModel | PretrainedConfig | str | Path, *, target: str = "reference",
+    passes: Pipeline | None = None, dtype: str | torch.dtype | None = None, max_model_len: int | None = None,
+    trust_remote_code: bool = False, dump: str | Path | None = None,
 ) -> Converted:
     """Captures a causal language model as one graph and rewrites it.
 
@@ -39,7 +39,7 @@ def convert(
     from fxbackend.targets import TARGETS
 
     if target not in TARGETS:
-        raise InputError(f"no target {target!r}: use one of {', '.join(TARGETS)}, or Converted.to_vllm() for the engine.")
+        raise InputError(f"no target {target!r}: use one of {', '.join(TARGETS)}, or Converted.to_vllm() for vLLM.")
     if isinstance(model, (str, Path)):
         from fxbackend import saved
 
@@ -76,8 +76,10 @@ def _reopen(directory: Path, passes: Pipeline | None, dtype: str | torch.dtype |
     config = saved.read_config(directory)
     program = load_program(directory)
     facts = program.facts
-    if passes is not None or read_dtype(dtype) not in (None, facts.dtype) or max_model_len not in (None, facts.max_model_len):
-        raise InputError(f"{directory} holds a program saved for {facts.dtype} and max_model_len={facts.max_model_len}: it is "
-                         "read as it is; convert the original model to change passes, dtype or length.")
+    wanted = (read_dtype(dtype) or facts.dtype, facts.max_model_len if max_model_len is None else max_model_len)
+    if passes is not None or wanted != (facts.dtype, facts.max_model_len):
+        raise InputError(f"{directory} holds a program saved for {facts.dtype} and "
+                         f"max_model_len={facts.max_model_len}: it is read as it is; convert the original "
+                         "model to change passes, dtype or length.")
     source = config["source_config"]
     return Converted(program, Report.of(program), source, Checkpoint.of(directory), directory)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,8 +79,8 @@ class Converted:
             input_ids: `[B, T]`, or `[T]` for one row.
             position_ids: of the same shape, or one row for all; by default 0, 1, ... over the real tokens of each row.
                 Without a mask, a place where they do not go up by one begins a new sequence, as in Transformers.
-            attention_mask: `[B, T]` of 0 and 1; the padding may be left or right of the tokens. Padding is not computed:
-                its logits are zeros.
+            attention_mask: `[B, T]` of 0 and 1; the padding may be left or right of the tokens. Padding is not
+                computed: its logits are zeros.
 
         Raises:
             InputError: shapes, ids, positions or the mask cannot be what was meant, or a row is too long.
@@ -128,8 +129,8 @@ class Converted:
 
     def _weights(self, done: str) -> Mapping[str, torch.Tensor]:
         if self.state is None:
-            raise InputError(f"this {self.program.facts.architecture} was converted from a config without weights and cannot "
-                             f"be {done}: convert a loaded model, or a directory that holds its weights.")
+            raise InputError(f"this {self.program.facts.architecture} was converted from a config without weights and "
+                             f"cannot be {done}: convert a loaded model, or a directory that holds its weights.")
         return self.state
 
 
@@ -148,8 +149,8 @@ def flatten(input_ids: torch.Tensor, position_ids: torch.Tensor | None, attentio
     if position_ids is not None and attention_mask is None:
         lengths = _packed(positions)
     if max(lengths) > facts.max_model_len:
-        raise InputError(f"a row of {max(lengths)} tokens is longer than max_model_len={facts.max_model_len}: shorten it, or "
-                         "convert with a larger max_model_len.")
+        raise InputError(f"a row of {max(lengths)} tokens is longer than max_model_len={facts.max_model_len}: shorten "
+                         "it, or convert with a larger max_model_len.")
     rows = Rows(ids.flatten()[real], positions.flatten()[real], tuple(lengths), real.nonzero().flatten())
     _in_range("position_ids", rows.positions, facts.max_model_len, "max_model_len")
     _in_range("input_ids", rows.ids, facts.vocab_size, "the vocabulary")
@@ -166,27 +167,30 @@ def _batch(name: str, value: torch.Tensor, like: torch.Tensor | None) -> torch.T
         raise InputError(f"{name} has the shape {list(value.shape)}: give [batch, tokens] or [tokens], with tokens.")
     if like is not None:
         if rows.shape not in (like.shape, (1, like.shape[1])):
-            raise InputError(f"{name} has the shape {list(value.shape)}, and input_ids {list(like.shape)}: one per token.")
+            raise InputError(f"{name} has the shape {list(value.shape)}, and input_ids {list(like.shape)}: give one "
+                             "per token.")
         rows = rows.expand(like.shape)
     return rows.long()
 
 
 def _mask(attention_mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim > 2:
-        raise InputError(f"attention_mask has the shape {list(attention_mask.shape)}: a mask of pairs of tokens cannot be "
-                         "unpadded; give the padding mask [batch, tokens].")
+        raise InputError(f"attention_mask has the shape {list(attention_mask.shape)}: a mask of pairs of tokens cannot "
+                         "be unpadded; give the padding mask [batch, tokens].")
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
-        attention_mask = attention_mask.long() if bool((attention_mask == attention_mask.long()).all()) else attention_mask
+        whole = attention_mask.long()
+        attention_mask = whole if bool((attention_mask == whole).all()) else attention_mask
     mask = _batch("attention_mask", attention_mask, ids).cpu()
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError("attention_mask holds values other than 0 (padding) and 1 (token).")
     if not bool(mask.any(1).all()):
         raise InputError("attention_mask hides every token of a row: leave that row out.")
-    borders = torch.diff(mask, dim=1, prepend=mask.new_zeros(len(mask), 1), append=mask.new_zeros(len(mask), 1)).abs().sum(1)
+    end = mask.new_zeros(len(mask), 1)
+    borders = torch.diff(mask, dim=1, prepend=end, append=end).abs().sum(1)
     if bool((borders > 2).any()):
         row = int((borders > 2).nonzero()[0])
-        raise InputError(f"attention_mask has a hole in row {row}: the tokens of a row must be contiguous, with the padding "
-                         "left or right of them.")
+        raise InputError(f"attention_mask has a hole in row {row}: the tokens of a row must be contiguous, with the "
+                         "padding left or right of them.")
     return mask
 
 
@@ -195,7 +199,7 @@ def _packed(positions: torch.Tensor) -> list[int]:
     lengths: list[int] = []
     for row in positions:
         starts = [0, *(int(at) + 1 for at in (row.diff() != 1).nonzero()), len(row)]
-        lengths += [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        lengths += [end - start for start, end in pairwise(starts)]
     return lengths
 
 

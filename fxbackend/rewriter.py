@@ -169,7 +169,7 @@ class Rewriter:
     def sweep(self) -> None:
         """Removes every call that nothing uses, and every slot that nothing reads."""
         for node in reversed(list(self.graph.nodes)):
-            if node.op in ("call_function", "get_attr") and not node.users:
+            if _is_dead(node):
                 self.erase(node)
         for name in set(self.weights.slots) - set(self._slots):
             slot = self.weights.slots[name]
@@ -202,9 +202,7 @@ class Rewriter:
         pending = [node]
         while pending:
             each = pending.pop()
-            if each.users or each.op not in ("call_function", "get_attr") or each.graph is not self.graph:
-                continue
-            if each._erased:
+            if each._erased or not _is_dead(each):
                 continue
             arguments = each.all_input_nodes
             self.erase(each)
@@ -216,6 +214,13 @@ class Rewriter:
     def _name(self) -> str:
         self._next += 1
         return f"fxv_{self._next - 1}"
+
+
+def _is_dead(node: fx.Node) -> bool:
+    """Whether nothing uses a call or a weight; a write to memory is used by whoever reads that memory."""
+    if node.users or node.op not in ("call_function", "get_attr"):
+        return False
+    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
 
 def _number(name: str) -> int:

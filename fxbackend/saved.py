@@ -39,9 +39,9 @@ def read_config(directory: Path) -> dict[str, object]:
     """
     data = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if data.get("model_type") != MODEL_TYPE:
-        raise InputError(f"{directory} holds a {PROGRAM_FILE} and a config.json of model type {data.get('model_type')!r}: "
-                         "save the program into a directory of its own.")
-    return data  # type: ignore[no-any-return]
+        raise InputError(f"{directory} holds a {PROGRAM_FILE} and a config.json of model type "
+                         f"{data.get('model_type')!r}: save the program into a directory of its own.")
+    return data
 
 
 def config_data(program: Program, source: Mapping[str, object]) -> dict[str, object]:
@@ -53,8 +53,8 @@ def config_data(program: Program, source: Mapping[str, object]) -> dict[str, obj
     facts = program.facts
     attentions = program.calls(dialect.attention.default)
     if not attentions:
-        raise InputError(f"the program is {facts.architecture} at stage {program.stage.name} without an attention op: to "
-                         "save it, convert with the default pipeline or one that goes on from it.")
+        raise InputError(f"the program is {facts.architecture} at stage {program.stage.name} without an attention op: "
+                         "to save it, convert with the default pipeline or one that goes on from it.")
     queries = [shape_of(node.args[0]) for node in attentions]  # type: ignore[arg-type]
     keys = [shape_of(node.args[1]) for node in attentions]  # type: ignore[arg-type]
     text = source.get("text_config") if isinstance(source.get("text_config"), dict) else source

@@ -73,16 +73,17 @@ def from_text(text: str, constants: Mapping[str, torch.Tensor], device: torch.de
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"the saved program is no JSON ({error}): convert the model again and save it anew.") from error
+        raise InputError(f"the saved program is no JSON ({error}): convert the model and save it anew.") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
-        raise InputError(f"the saved program has format {found!r}, and this version of fxbackend reads format {FORMAT}: "
-                         "convert the model again and save it with this version.")
+        raise InputError(f"the saved program has format {found!r}, and this version of fxbackend reads format "
+                         f"{FORMAT}: convert the model again and save it with this version.")
     facts = Facts(**{**data["facts"], "dtype": _dtype(data["facts"]["dtype"]), "notes": tuple(data["facts"]["notes"])})
     plan = _plan(data["weights"], constants)
     loader = _Loader(plan, facts, torch.device(device))
     graph = loader.graph(data["nodes"])
-    program = Program(graph, plan, facts, Stage[data["stage"]], loader.mode, [_record(each) for each in data["history"]])
+    history = [_record(each) for each in data["history"]]
+    program = Program(graph, plan, facts, Stage[data["stage"]], loader.mode, history)
     verify(program, inside=True)
     return program
 
@@ -161,7 +162,7 @@ class _Loader:
             slot = self.plan.slots[str(node.target)]
             with self.mode:
                 return torch.empty(slot.local_shape(self.facts.world_size), dtype=slot.dtype, device=self.device)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -189,13 +190,13 @@ class _Loader:
         simple = {"dtype": _dtype, "float": float, "complex": lambda pair: complex(*pair),
                   "torch": lambda name: getattr(torch, name), "ellipsis": lambda _: ...}
         if kind not in simple:
-            raise InputError(f"the saved program holds a value of kind {kind!r}, which this version does not know: save it "
-                             "again with this version.")
-        return simple[kind](inner)  # type: ignore[no-any-return, operator]
+            raise InputError(f"the saved program holds a value of kind {kind!r}, which this version does not know: "
+                             "save it again with this version.")
+        return simple[kind](inner)  # type: ignore[operator]
 
 
 def _device(program: Program) -> torch.device:
-    return next(iter(program.graph.nodes)).meta["val"].device  # type: ignore[no-any-return]
+    return next(iter(program.graph.nodes)).meta["val"].device
 
 
 def _node_data(node: fx.Node, device: torch.device) -> dict[str, object]:
@@ -215,9 +216,9 @@ def _target_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES:
         return f"{target.namespace}.{target._opname}.{target._overloadname}"
     if target in _FUNCTION_NAMES:
-        return _FUNCTION_NAMES[target]  # type: ignore[index]
-    raise InputError(f"{node.name} calls {target}, which the text form of a program has no name for: save the program at "
-                     "an earlier stage.")
+        return _FUNCTION_NAMES[target]
+    raise InputError(f"{node.name} calls {target}, which the text form of a program has no name for: save the program "
+                     "at an earlier stage.")
 
 
 def _target(name: str) -> object:
@@ -230,8 +231,8 @@ def _target(name: str) -> object:
             raise AttributeError(name)
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)
     except (AttributeError, RuntimeError) as error:
-        raise InputError(f"the saved program calls {name!r}, which this version of fxbackend does not know: convert the "
-                         "model again and save it with this version.") from error
+        raise InputError(f"the saved program calls {name!r}, which this version of fxbackend does not know: convert "
+                         "the model again and save it with this version.") from error
 
 
 def _argument_data(value: object, device: torch.device) -> object:
@@ -287,7 +288,8 @@ def _plan(data: dict[str, object], constants: Mapping[str, torch.Tensor]) -> Wei
     for row in data["slots"]:  # type: ignore[attr-defined]
         pieces = tuple(Piece(each["source"], each["narrow"] and tuple(each["narrow"]), each["transpose"])
                        for each in row["pieces"])
-        shard = row["shard"] and Shard(row["shard"]["dim"], tuple(row["shard"]["sections"]), tuple(row["shard"]["replicate"]))
+        split = row["shard"]
+        shard = split and Shard(split["dim"], tuple(split["sections"]), tuple(split["replicate"]))
         plan.add(Slot(row["name"], tuple(row["shape"]), _dtype(row["dtype"]), pieces, tuple(row["sections"]), shard,
                       row["parameter"]))
     plan.constants = {name: constants[name] for name in names}  # type: ignore[attr-defined]

@@ -62,24 +62,26 @@ class Canonicalize(Pass):
                 rw.matched()
 
 
-def _tokens(rw: Rewriter) -> fx.Node:
-    """The one node that reads the number of tokens."""
+def _tokens(rw: Rewriter) -> fx.Node | None:
+    """The one node that reads the number of tokens, in front of all calls; None when nothing reads it."""
     ids = rw.program.inputs()["input_ids"]
     dim = len(shape_of(ids)) - 1
-    for node in ids.users:
-        if node.target is aten.sym_size.int and node.args == (ids, dim) and node is _first_call(rw):
-            return node
-    with rw.at(_first_call(rw)):
+    first = next((node for node in rw.graph.nodes if node.op == "call_function"), None)
+    if first is None or not any(_is_tokens(node, ids) for node in rw.graph.nodes):
+        return None
+    if first.target is aten.sym_size.int and first.args == (ids, dim):
+        return first
+    with rw.at(first):
         return rw.call(aten.sym_size.int, ids, dim)
 
 
-def _first_call(rw: Rewriter) -> fx.Node:
-    return next(node for node in rw.graph.nodes if node.op == "call_function")
+def _is_tokens(node: fx.Node, ids: fx.Node) -> bool:
+    return node.target is aten.sym_size.int and str(node.meta["val"]) == str(shape_of(ids)[-1])
 
 
-def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node) -> fx.Node | None:
+def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | None:
     target, args = node.target, node.args
-    if target is aten.sym_size.int and str(node.meta["val"]) == str(tokens.meta["val"]):
+    if _is_tokens(node, rw.program.inputs()["input_ids"]):
         return tokens
     first = args[0] if args and isinstance(args[0], fx.Node) else None
     if first is not None and (target in _IDENTITY or (target is aten.dropout.default and not args[2])):

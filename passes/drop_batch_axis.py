@@ -43,13 +43,12 @@ class DropBatchAxis(Pass):
         if any(len(shape_of(node)) == 1 for node in rw.program.inputs().values()):
             return
         squeezed: dict[fx.Node, fx.Node] = {}
-        nodes = list(rw.graph.nodes)
         for node in rw.program.inputs().values():
             with rw.program.fake_mode:
                 node.meta["val"] = torch.empty(node.meta["val"].shape[1:], dtype=torch.int64,
                                                device=node.meta["val"].device)
             squeezed[node] = node
-        for node in nodes:
+        for node in list(rw.graph.nodes):
             if node.op == "call_function" and any(arg in squeezed for arg in node.all_input_nodes):
                 with rw.at(node):
                     _convert(rw, node, squeezed)
@@ -57,9 +56,6 @@ class DropBatchAxis(Pass):
         out = rw.program.output()
         final = squeezed.get(out, out)
         rw.replace({out: final})
-        for node in reversed(nodes):
-            if node.op == "call_function" and not node.users and not node._erased:
-                rw.erase(node)
 
 
 def _convert(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> None:
@@ -101,7 +97,7 @@ def _rule(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> fx.N
 
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten.to.dtype:
         return _pointwise(rw, node, squeezed, rank)
-    if target in _LISTS and args[1] != 0 and all(map(lost, args[0])):  # type: ignore[arg-type]
+    if target in _LISTS and len(args) > 1 and args[1] != 0 and all(map(lost, args[0])):  # type: ignore[arg-type]
         return rw.call(target, [small(item) for item in args[0]], args[1] - 1)  # type: ignore[union-attr, operator]
     if target is aten.embedding.default and lost(args[1]) and args[0] not in squeezed:
         return rw.call(target, args[0], small(args[1]), *args[2:])

@@ -52,6 +52,7 @@ class Functionalize(Pass):
             memory[new] = memory[node]
             rw.replace_after(written, new, node)  # type: ignore[arg-type]
             rw.replace({node: new})
+            rw.erase(node)
             rw.matched()
 
 

@@ -82,7 +82,8 @@ def test_ropes_equal_transformers(rope: str) -> None:
 
 def longrope() -> dict[str, object]:
     return {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 32,
-            "short_factor": [1.0 + 0.1 * i for i in range(FREQUENCIES)], "long_factor": [2.0 + i for i in range(FREQUENCIES)]}
+            "short_factor": [1.0 + 0.1 * i for i in range(FREQUENCIES)],
+            "long_factor": [2.0 + i for i in range(FREQUENCIES)]}
 
 
 @pytest.mark.parametrize(("max_model_len", "length"), [(64, 33), (64, 64), (32, 5), (32, 32)])
@@ -128,7 +129,7 @@ def test_nothing_is_specialised_or_dropped_in_silence(trick: str, says: str) -> 
 
 
 def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(CaptureError, match="returns no logits .*ForCausalLM"):
+    with pytest.raises(CaptureError, match=r"returns no logits .*ForCausalLM"):
         fxbackend.convert(tiny_model("llama").model)
 
 

@@ -67,12 +67,9 @@ def main() -> None:
     outputs = llm.generate(list(PROMPTS), SamplingParams(temperature=0.0, max_tokens=32), use_tqdm=False)
     say("done")
 
-    from fxbackend.report import last_reports
-
-    reports = last_reports()
-    if not reports:
-        raise SystemExit("the engine ran this model without fxbackend; is the package installed and enabled?")
-    for report in reports:
+    for report in llm.apply_model(lambda model: getattr(model, "fxbackend_report", None)):
+        if report is None:
+            raise SystemExit("the engine ran this model without fxbackend; is the package installed and enabled?")
         print(report, flush=True)
     for output in outputs:
         console.print(f"\nprompt:     {output.prompt}", markup=False, style="bold", soft_wrap=True)

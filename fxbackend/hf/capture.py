@@ -87,7 +87,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -111,7 +111,7 @@ def _same_modules(fake: PreTrainedModel, instance: PreTrainedModel | None) -> No
                 raise CaptureError(
                     f"{type(instance).__name__} rebuilt from its config is not the model in hand: {name} is a "
                     f"{type(module).__name__} in one and {types.get(name, 'absent')} in the other. Modules that are "
-                    "exchanged or added after the model was built are lost: let its __init__ build them from the config."
+                    "exchanged or added after the model was built are lost: __init__ must build them from the config."
                 )
     rebuilt = {name: tuple(value.shape) for name, value in fake.named_parameters()}
     given = {name: tuple(value.shape) for name, value in instance.named_parameters()}
@@ -166,8 +166,8 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
             given = {"position_ids": positions} if takes_positions else {}
             result = model(input_ids=ids, use_cache=False, **given)
         if getattr(result, "logits", None) is None:
-            raise CaptureError(f"{type(model).__name__} returns no logits ({type(result).__name__}): hand in a model with a "
-                               "language-model head, such as a ...ForCausalLM.")
+            raise CaptureError(f"{type(model).__name__} returns no logits ({type(result).__name__}): hand in a model "
+                               "with a language-model head, such as a ...ForCausalLM.")
         return result.logits
 
     tracer = make_fx(forward, tracing_mode="real", pre_dispatch=True, record_stack_traces=False)
@@ -180,7 +180,7 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {_reason(error)}{_where(error)}."
                            ) from error
-    tokens = ids.shape[-1]
+    tokens: object = ids.shape[-1]
     if not isinstance(tokens, torch.SymInt) or tokens.node.maybe_as_int() is not None:
         raise CaptureError(f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
                            "token dimension with a constant. It must work for every number of tokens.")
@@ -198,9 +198,9 @@ def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str,
     guards = [str(guard.expr) for guard in mode.shape_env.guards  # type: ignore[union-attr]
               if symbol in str(guard.expr) and not _holds(guard.expr, longest)]
     if guards:
-        raise CaptureError(f"{type(model).__name__} branches on the number of tokens: {', '.join(guards[:4])} was taken "
-                           f"as true while tracing ({symbol} is the token count), and need not be for another batch. Its "
-                           "forward must do the same for every number of tokens.")
+        raise CaptureError(f"{type(model).__name__} branches on the number of tokens: {', '.join(guards[:4])} was "
+                           f"taken as true while tracing ({symbol} is the token count), and need not be for another "
+                           "batch. Its forward must do the same for every number of tokens.")
 
 
 def _holds(expression: sympy.Basic, longest: int) -> bool:
@@ -210,8 +210,8 @@ def _holds(expression: sympy.Basic, longest: int) -> bool:
 
 def _reason(error: BaseException) -> str:
     if type(error).__name__ in _HOST_READS:
-        return ("its forward reads the value of a tensor on the host (item(), tolist(), a branch on it), which no graph can "
-                "hold; it must stay a tensor")
+        return ("its forward reads the value of a tensor on the host (item(), tolist(), a branch on it), which no "
+                "graph can hold; it must stay a tensor")
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
@@ -219,10 +219,10 @@ def _where(error: BaseException) -> str:
     """The innermost line of a modeling file in a traceback."""
     place, trace = "", error.__traceback__
     while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if "modeling" in name or trace.tb_frame.f_code.co_name == "forward":
-            place = f" (at {name.rpartition('/')[2]}:{trace.tb_lineno}, in {trace.tb_frame.f_code.co_qualname})" \
-                if hasattr(trace.tb_frame.f_code, "co_qualname") else f" (at {name.rpartition('/')[2]}:{trace.tb_lineno})"
+        code = trace.tb_frame.f_code
+        if "modeling" in code.co_filename or code.co_name == "forward":
+            function = getattr(code, "co_qualname", code.co_name)  # Python 3.11 knows the class
+            place = f" (at {code.co_filename.rpartition('/')[2]}:{trace.tb_lineno}, in {function})"
         trace = trace.tb_next
     return place
 

@@ -52,8 +52,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             with safe_open(directory / SINGLE_FILE, framework="pt") as file:
                 return cls({name: (directory / SINGLE_FILE, name) for name in file.keys()})  # noqa: SIM118  (no mapping)
         if other := sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pth") for path in directory.glob(pattern)):
-            raise InputError(f"{directory} holds weights as {', '.join(other[:3])}; load the model with Transformers and "
-                             "save it with save_pretrained(), which writes safetensors.")
+            raise InputError(f"{directory} holds weights as {', '.join(other[:3])}; load the model with Transformers "
+                             "and save it with save_pretrained(), which writes safetensors.")
         return None
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
@@ -101,11 +101,26 @@ def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig
     for name in names:
         new, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if converted is not None and name not in known:
-            raise UnsupportedModelError(f"Transformers converts the checkpoint tensor {name!r} of {model_class.__name__} "
-                                        "while loading it, which is not supported yet; hand in the loaded model instead.")
+            raise UnsupportedModelError(f"Transformers converts the checkpoint tensor {name!r} of "
+                                        f"{model_class.__name__} while loading it, which is not supported yet; "
+                                        "hand in the loaded model instead.")
         if new in known or not skipped.search(name):
             result[name] = new
     return result
+
+
+def check_shapes(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor must have the shape of the parameter that a captured program names it for.
+
+    Raises:
+        WeightError: one message that lists every tensor that does not.
+    """
+    names = {plan.aliases.get(name, name): name for name in state}
+    shapes = {slot.name: (tuple(state[names[slot.name]].shape), slot.shape) for slot in plan if slot.pieces}
+    wrong = [f"{name} is {given} in the checkpoint, {wanted} in the model" for name, (given, wanted) in shapes.items()
+             if given != wanted]
+    if wrong:
+        raise WeightError(f"{'; '.join(wrong)}. Check that config.json and the weight files belong together.")
 
 
 def check_ties(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
@@ -119,8 +134,8 @@ def check_ties(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
             continue
         one, other = state[alias], state[source]
         if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
-            raise WeightError(f"the config ties {alias} to {source}, and the checkpoint holds both with different values: "
-                              "set tie_word_embeddings to false in config.json if they are meant to differ.")
+            raise WeightError(f"the config ties {alias} to {source}, and the checkpoint holds both with different "
+                              "values: set tie_word_embeddings to false in config.json if they are meant to differ.")
 
 
 def adopt_buffers(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from fxbackend.errors import InputError, UnsupportedModelError
 from fxbackend.program import Facts
 
 _DEFAULT_LENGTH = 2048
+_MODEL_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -21,6 +23,10 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> Pretrain
         InputError: there is no such directory or id, or it needs code that was not trusted.
     """
     path = Path(source)
+    if path.is_file():
+        raise InputError(f"{path} is a file: give the directory that holds the model.")
+    if not path.exists() and (isinstance(source, Path) or not _MODEL_ID.fullmatch(source)):
+        raise InputError(f"{path}: no such directory; give a model directory or a model id.")
     if path.exists() and not (path / "config.json").is_file():
         raise InputError(f"{path} holds no config.json: give a directory saved with save_pretrained().")
     try:
@@ -30,6 +36,8 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> Pretrain
             raise InputError(f"{source} carries its own code: pass trust_remote_code=True to run it.") from error
         raise InputError(f"{source} cannot be read as a model: {error}") from error
     except OSError as error:
+        if path.exists():
+            raise InputError(f"the config.json of {source} cannot be read: {error}") from error
         raise InputError(f"{source} is neither a directory with a config.json nor a model id that can be reached: "
                          f"{error}") from error
 
@@ -52,7 +60,9 @@ def causal_class(config: PretrainedConfig) -> type[torch.nn.Module]:
 def read_facts(config: PretrainedConfig, architecture: str, dtype: torch.dtype, max_model_len: int | None) -> Facts:
     """The facts of a model; `max_model_len` defaults to the config's `max_position_embeddings`."""
     text = config.get_text_config(decoder=True)
-    longest = max_model_len or getattr(text, "max_position_embeddings", None) or _DEFAULT_LENGTH
+    longest = max_model_len
+    if longest is None:
+        longest = getattr(text, "max_position_embeddings", None) or _DEFAULT_LENGTH
     if longest < 1:
         raise InputError(f"max_model_len={longest} must be at least 1.")
     return Facts(architecture, config.model_type, dtype, int(longest), int(text.vocab_size))

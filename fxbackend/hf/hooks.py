@@ -54,8 +54,8 @@ def installed(module_path: Callable[[torch.nn.Module], str], longest: int) -> It
         path = module_path(module)
         for name, given in keywords.items():
             if name not in _HARMLESS and given is not None and given is not False:
-                raise CaptureError(f"the attention {path} is called with the keyword {name!r} ({type(given).__name__}), "
-                                   "which fxbackend does not map; it would be dropped.")
+                raise CaptureError(f"the attention {path} is called with the keyword {name!r} "
+                                   f"({type(given).__name__}), which fxbackend does not map; it would be dropped.")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
             raise CaptureError(f"the attention {path} is not causal (is_causal=False), which is not supported yet.")
@@ -117,8 +117,8 @@ def _rule(function: Callable[..., object], longest: int) -> tuple[str, int]:
             expected = (keys <= query) & (keys > query - window)
             if not torch.equal(_row(function, query, longest), expected):
                 raise CaptureError(
-                    f"an attention mask is neither causal nor a causal sliding window (row {query} of {longest} differs "
-                    f"from a window of {window}); masks of other kinds are not supported yet."
+                    f"an attention mask is neither causal nor a causal sliding window (row {query} of {longest} "
+                    f"differs from a window of {window}); masks of other kinds are not supported yet."
                 )
     return ("causal", 0) if window == longest else ("sliding", window)
 

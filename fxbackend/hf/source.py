@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from fxbackend.errors import InputError, UnsupportedModelError
 from fxbackend.hf.capture import capture
-from fxbackend.hf.checkpoint import Checkpoint, adopt_buffers, check_ties, parameter_names
+from fxbackend.hf.checkpoint import Checkpoint, adopt_buffers, check_shapes, check_ties, parameter_names
 from fxbackend.hf.facts import causal_class, load_config, read_facts
 from fxbackend.program import Program
 
@@ -34,7 +34,7 @@ class Source:
         dtype: of the activations.
         instance: the model in hand, if that is what was given.
         directory: where files beside the weights lie, if that is what was given.
-        state: the weights under the names of parameters (or of the files, until `program` was called); None without any.
+        state: the weights, a checkpoint's under the names of its files; None without any.
     """
 
     model_class: type[PreTrainedModel]
@@ -47,7 +47,7 @@ class Source:
     @property
     def config_data(self) -> dict[str, object]:
         """The config as JSON data."""
-        return json.loads(self.config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
+        return json.loads(self.config.to_json_string(use_diff=False))
 
     @property
     def generation_data(self) -> dict[str, object] | None:
@@ -68,6 +68,7 @@ class Source:
             state = state.renamed(parameter_names(self.model_class, self.config, program.weights, state))
         if state is not None:
             program.weights.check(state)
+            check_shapes(program.weights, state)
             check_ties(program.weights, state)
             adopt_buffers(program.weights, state)
         return program, state
@@ -88,8 +89,8 @@ def open_source(model: object, dtype: str | torch.dtype | None = None, trust_rem
     elif isinstance(model, (str, Path)):
         source = _from_files(model, wanted, trust_remote_code)
     else:
-        raise InputError(f"cannot convert a {type(model).__name__}: give a PreTrainedModel, its config, or a model directory "
-                         "or id.")
+        raise InputError(f"cannot convert a {type(model).__name__}: give a PreTrainedModel, its config, or a model "
+                         "directory or id.")
     _refuse(source.config)
     return source
 
@@ -102,7 +103,7 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None or dtype == "auto":
         return None
-    found = _DTYPES.get(dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
         raise InputError(f"dtype={dtype!r} is no dtype of activations: use one of {', '.join(sorted(_DTYPES))}.")
     return found
@@ -122,8 +123,8 @@ def _causal(config: PretrainedConfig, directory: Path | None) -> type[PreTrained
     """The class in Transformers, or the one that the directory's own code holds (it was trusted with the config)."""
     remote = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if remote and directory is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return get_class_from_dynamic_module(remote, str(directory))  # type: ignore[no-any-return]
-    return causal_class(config)  # type: ignore[return-value]
+        return get_class_from_dynamic_module(remote, str(directory))
+    return causal_class(config)
 
 
 def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
@@ -136,5 +137,5 @@ def _refuse(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(f"model type {config.model_type!r} is an encoder-decoder; fxbackend converts "
                                     "causal language models: give one of those.")
     if getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(f"this {config.model_type!r} model is quantised, which is not supported yet: give the "
-                                    "model in float32, float16 or bfloat16.")
+        raise UnsupportedModelError(f"this {config.model_type!r} model is quantised, which is not supported yet: give "
+                                    "the model in float32, float16 or bfloat16.")

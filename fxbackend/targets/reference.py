@@ -14,8 +14,8 @@ from fxbackend.program import Program
 class ReferenceModel:
     """A program with weights, callable on sequences that lie one behind the other in a flat row.
 
-    A weight is read when a node needs it and let go after its last use: a slot that is one tensor of the model in hand is
-    that tensor, and only one stacked slot at a time is a copy. It runs on the CPU.
+    A weight is read when a node needs it and let go after its last use: a slot that is one tensor of the model in
+    hand is that tensor, and only one stacked slot at a time is a copy. It runs on the CPU.
     """
 
     def __init__(self, program: Program, weights: Mapping[str, torch.Tensor]):
