@@ -25,7 +25,7 @@ Rule = Callable[[fx.Node], "str | None"]
 # Their values depend on where a token stands in the row.
 _PLACES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _CREATE = (aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default,
-           aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+           aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
            aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.lift_fresh_copy.default)
 _ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.softmax.int,
                aten._softmax.default, aten.log_softmax.int, aten.cumsum.default, aten.var.correction, aten.var.dim,
@@ -107,10 +107,18 @@ def _mixes(node: fx.Node) -> str | None:
 
 def _aligned(node: fx.Node) -> str | None:
     """Operands of a pointwise op have their token dimensions in one place, counted from the right."""
+    if any(not _values(arg) for arg in node.all_input_nodes) and not _makes_shape(node):
+        return "it computes with the number of tokens in the batch"
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return None
     places = {token_dim(arg) - _values(arg)[0].ndim for arg in node.all_input_nodes if token_dim(arg) is not None}  # type: ignore[operator]
     return "its operands have their tokens in different dimensions" if len(places) > 1 else None
+
+
+def _makes_shape(node: fx.Node) -> bool:
+    """Whether the number of tokens is read as a size only."""
+    values = [arg for arg in node.args if isinstance(arg, fx.Node) and not _values(arg)]
+    return not values or node.target is operator.getitem
 
 
 def _along(node: fx.Node) -> str | None:

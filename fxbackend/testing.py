@@ -71,9 +71,12 @@ def program_of(module: nn.Module, max_model_len: int = 32, dtype: torch.dtype = 
 
     with _module_paths(paths), mode, torch.no_grad():
         traced = make_fx(forward, tracing_mode="real", pre_dispatch=True)(ids, positions, *fakes)
+    plan = _plan(module)
+    for node in traced.graph.find_nodes(op="get_attr"):  # tensors that the forward makes of Python numbers
+        plan.add_constant(str(node.target), getattr(traced, str(node.target)).detach().clone())
     _name_inputs(traced.graph, list(real))
     facts = Facts(type(module).__name__, "test", dtype, max_model_len, VOCABULARY)
-    return Program(traced.graph, _plan(module), facts, Stage.CAPTURED, mode).copy()
+    return Program(traced.graph, plan, facts, Stage.CAPTURED, mode).copy()
 
 
 def _plan(module: nn.Module) -> WeightPlan:

@@ -40,8 +40,12 @@ class Positions(Pass):
         region = _counting(rw)
         values = [_evaluate(rw, region, length) for length in _LENGTHS]
         positions = rw.program.inputs()["positions"]
+        derived = {positions}
         for node in region:
-            if node._erased or not node.users or not _is_row(node):
+            if node._erased or any(arg in derived for arg in node.all_input_nodes):
+                derived.add(node)
+                continue
+            if not node.users or not _is_row(node):
                 continue
             offset = _offset(node, values)
             if offset is None:
@@ -52,6 +56,7 @@ class Positions(Pass):
                     new = rw.call(aten.to.dtype, new, value_of(node).dtype)
                 for _axis in range(len(shape_of(node)) - 1):
                     new = rw.call(aten.unsqueeze.default, new, 0)
+            derived.add(new)
             rw.replace({node: new})
             rw.matched()
 
