@@ -106,7 +106,8 @@ class Converted:
         """A `vllm.LLM` that runs this program with these weights.
 
         Args:
-            engine_args: of `vllm.LLM`, such as `max_model_len` or `tensor_parallel_size`.
+            engine_args: of `vllm.LLM`, such as `max_model_len` or `tensor_parallel_size`. A model that was in hand has
+                no tokenizer with it: name one by `tokenizer`, or give and take token ids.
 
         Raises:
             InputError: vLLM is not installed, or there are no weights.
@@ -120,12 +121,21 @@ class Converted:
         directory = tempfile.mkdtemp(prefix="fxbackend_")
         try:
             self.save(directory)
-            llm = launch(directory, **engine_args)
+            llm = launch(directory, **self._engine_arguments(Path(directory), engine_args))
         except BaseException:
             shutil.rmtree(directory)
             raise
         weakref.finalize(llm, shutil.rmtree, directory, ignore_errors=True)  # the engine may load its weights again
         return llm
+
+    def _engine_arguments(self, directory: Path, given: Mapping[str, object]) -> dict[str, object]:
+        """What the engine would guess otherwise: by itself it turns float32 into a narrower dtype."""
+        facts = self.program.facts
+        chosen: dict[str, object] = {"dtype": str(facts.dtype).removeprefix("torch."),
+                                     "max_model_len": facts.max_model_len}
+        if "tokenizer" not in given and not saved.has_tokenizer(directory):
+            chosen["skip_tokenizer_init"] = True
+        return {**chosen, **given}
 
     def _weights(self, done: str) -> Mapping[str, torch.Tensor]:
         if self.state is None:

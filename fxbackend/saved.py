@@ -21,14 +21,20 @@ WEIGHTS_FILE = "model.safetensors"
 dialect = torch.ops.fxbackend
 
 # What belongs to the model and not to its graph: the tokenizer, and how to sample.
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
-               "generation_config.json", "spiece.model", "*.tiktoken")
+_TOKENIZER = ("tokenizer*", "vocab.*", "spiece.model", "*.tiktoken")
+_COMPANIONS = (*_TOKENIZER, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template*",
+               "generation_config.json")
 _FROM_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
 
 def is_saved(directory: Path) -> bool:
     """Whether a directory holds a saved program."""
     return (directory / "config.json").is_file() and (directory / PROGRAM_FILE).is_file()
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds the files of a tokenizer."""
+    return any(any(directory.glob(pattern)) for pattern in _TOKENIZER)
 
 
 def read_config(directory: Path) -> dict[str, object]:

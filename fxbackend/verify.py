@@ -42,7 +42,7 @@ def verify(program: Program, inside: bool = False) -> None:
     stage = Stage(max(program.stage - inside, 0))
     _signature(program, stage)
     for node in program.graph.nodes:
-        if node.op == "call_module":
+        if node.op not in ("placeholder", "get_attr", "call_function", "output"):
             raise VerifyError(f"{_place(node)}: a program calls functions only.")
         if node.op != "output" and "val" not in node.meta:
             raise VerifyError(f"{_place(node)} has no value in meta['val'].")
@@ -76,7 +76,7 @@ def _signature(program: Program, stage: Stage) -> None:
 
 def _allowed(node: fx.Node, stage: Stage) -> None:
     target = node.target
-    known = isinstance(target, torch._ops.OpOverload) or target is operator.getitem or target is torch._C._set_grad_enabled
+    known = isinstance(target, torch._ops.OpOverload) or target in (operator.getitem, torch._C._set_grad_enabled)
     symbolic = isinstance(node.meta["val"], (torch.SymInt, torch.SymBool, torch.SymFloat))
     if not known and not symbolic:
         raise VerifyError(f"{_place(node)}: {target} is no ATen or dialect op.")
@@ -104,3 +104,5 @@ def _weights(program: Program, stage: Stage) -> None:
         if tuple(node.meta["val"].shape) != slot.local_shape(world):
             raise VerifyError(f"weight slot {name!r} is {slot.local_shape(world)}, the graph says "
                               f"{tuple(node.meta['val'].shape)}.")
+        if node.meta["val"].dtype != slot.dtype:
+            raise VerifyError(f"weight slot {name!r} is {slot.dtype}, the graph says {node.meta['val'].dtype}.")

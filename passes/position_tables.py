@@ -36,7 +36,8 @@ class PositionTables(Pass):
         """Evaluates the region behind `positions` once and replaces its frontier."""
         positions = rw.program.inputs()["positions"]
         region = _region(rw, positions)
-        frontier = [node for node in region if any(user not in region for user in node.users) and _is_table(node)]
+        frontier = [node for node in region if any(user not in region for user in node.users)
+                    and _is_table(node) and not _is_lookup(node, positions)]
         if not frontier:
             return
         length = rw.program.facts.max_model_len
@@ -91,6 +92,13 @@ def _is_table(node: fx.Node) -> bool:
     others = [size for size in outer if not isinstance(size, torch.SymInt)]
     return (node.meta["val"].dtype.is_floating_point and isinstance(width, int) and len(others) + 1 == len(outer)
             and all(size == 1 for size in others))
+
+
+def _is_lookup(node: fx.Node, positions: fx.Node) -> bool:
+    """A row of a table already, with or without axes of one."""
+    while node.target is aten.unsqueeze.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is aten.embedding.default and node.args[1] is positions
 
 
 def _evaluate(rw: Rewriter, region: dict[fx.Node, None], positions: torch.Tensor) -> dict[fx.Node, torch.Tensor]:

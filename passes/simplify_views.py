@@ -57,5 +57,6 @@ def _simpler(rw: Rewriter, node: fx.Node, inner: fx.Node) -> fx.Node | None:
             return inner
         if inner.target in (aten.reshape.default, aten.unsqueeze.default) or (
                 inner.target is aten.squeeze.dim and shape_of(inner) != shape_of(inner.args[0])):  # type: ignore[arg-type]
-            return rw.call(aten.reshape.default, inner.args[0], node.args[1])
+            first = inner.args[0]
+            return first if shape_of(first) == shape_of(node) else rw.call(aten.reshape.default, first, node.args[1])  # type: ignore[arg-type, return-value]
     return None

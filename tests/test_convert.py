@@ -220,7 +220,8 @@ def test_to_vllm_launches_from_a_directory_that_lives_as_long(
     monkeypatch.setitem(sys.modules, "fxbackend.targets.vllm.launch", launcher)
     engine = converted.to_vllm(max_model_len=32)
     folder, arguments = engine.directory, engine.arguments  # type: ignore[attr-defined]
-    assert arguments == {"max_model_len": 32}
+    # The dtype of the program, and no tokenizer with a model in hand.
+    assert arguments == {"dtype": "float32", "max_model_len": 32, "skip_tokenizer_init": True}
     assert {"config.json", "program.json", "constants.safetensors", "model.safetensors"} <= {
         path.name for path in folder.iterdir()}
     del engine

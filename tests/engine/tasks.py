@@ -1,0 +1,126 @@
+"""What runs inside a child of the warmed process: an engine, and Transformers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxbackend.hf import tiny
+from fxbackend.printer import op_counts
+from fxbackend.report import Report
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+LENGTH = 64
+# Blocks and batches so small that prompts are prefilled in chunks, and shared prefixes fill blocks of the cache.
+ENGINE = {
+    "model_impl": "transformers", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": LENGTH,
+    "max_num_seqs": 4, "skip_tokenizer_init": True, "enforce_eager": True, "max_logprobs": -1, "block_size": 32,
+    "max_num_batched_tokens": 20, "enable_prefix_caching": True,
+}
+PROMPTS = ([5, 9, 33], list(range(3, 40)), [7, 8, 11] * 6)
+AGAIN = (list(range(3, 37)) + [90, 91], list(range(3, 40)), [44])  # begin as prompts before them: cached prefixes
+
+
+@dataclass
+class Generated:
+    """Tokens, how many of each prompt came from the cache, and log-probabilities `[rows, vocabulary]`.
+
+    A request has a row per token but the first: those of the prompt (where they were asked for), then the new ones.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Compared:
+    """How far an engine and Transformers are apart.
+
+    Attributes:
+        worst: the largest difference of any log-probability of any token of the vocabulary, at any place.
+        greedy: whether each generated token is the best one of Transformers.
+        cached: tokens that came from the prefix cache.
+        served_by: name of the model class in the engine.
+        report: of the conversion, as text.
+        plain: notes of the report on ops that have no layer.
+        ops: how often each op occurs in the lowered program.
+    """
+
+    worst: float
+    greedy: bool
+    cached: int
+    served_by: str
+    report: str
+    plain: tuple[str, ...]
+    ops: dict[str, int]
+
+
+def start(directory: str, **changes: object) -> LLM:
+    """An engine on a directory."""
+    from vllm import LLM
+
+    if changes.get("enforce_eager", True):
+        torch._dynamo.config.disable = True  # the kernel that ranks log-probabilities takes 3 s to compile
+    return LLM(model=directory, **{**ENGINE, **changes})  # type: ignore[arg-type]
+
+
+def generate(llm: LLM, prompts: Sequence[list[int]], count: int = 8, everything: bool = True,
+             prompt_rows: bool = True) -> Generated:
+    """Greedy tokens, with the log-probabilities of the whole vocabulary where `everything` is asked for."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True,
+                            logprobs=-1 if everything else None,
+                            prompt_logprobs=-1 if everything and prompt_rows else None)
+    done = Generated()
+    for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False):
+        done.tokens.append(list(output.outputs[0].token_ids))
+        done.cached.append(output.num_cached_tokens or 0)
+        if everything:
+            done.logprobs.append(_rows(output))
+    return done
+
+
+def _rows(output: RequestOutput) -> torch.Tensor:
+    rows = [row for row in output.prompt_logprobs or () if row is not None] + list(output.outputs[0].logprobs or ())
+    return torch.tensor([[row[token].logprob for token in range(len(row))] for row in rows])
+
+
+def compare(directory: str, **changes: object) -> Compared:
+    """An engine on a tiny model against Transformers: mixed lengths in one batch, chunked prefill, cached prefixes."""
+    llm = start(directory, **changes)
+    first = generate(llm, PROMPTS)
+    second = generate(llm, AGAIN, prompt_rows=False)
+    model = reference(directory)
+    worst, greedy = 0.0, True
+    for prompts, done in ((PROMPTS, first), (AGAIN, second)):
+        for prompt, tokens, rows in zip(prompts, done.tokens, done.logprobs, strict=True):
+            expected = tiny.hf_logits(model, torch.tensor(prompt + tokens)).log_softmax(-1)
+            worst = max(worst, float((expected[-1 - len(rows) : -1] - rows).abs().max()))
+            greedy &= expected[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+    served_by, report, ops = llm.apply_model(look)[0]
+    plain = tuple(note for note in report.notes if "plain torch body" in note)
+    return Compared(worst, greedy, sum(second.cached), served_by, str(report), plain, ops)
+
+
+def look(model: Any) -> tuple[str, Report, dict[str, int]]:
+    """What the engine's model says of itself, on one rank."""
+    return type(model).__name__, model.fxbackend_report, op_counts(model.fxbackend_program)
+
+
+def reference(directory: str) -> Any:
+    """Transformers' model."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def tokens(directory: str, count: int = 8, **changes: object) -> list[list[int]]:
+    """Greedy tokens of the prompts."""
+    return generate(start(directory, **changes), PROMPTS, count, everything=False).tokens
