@@ -108,6 +108,12 @@ def _over_dims(node: fx.Node, demand: Demand, _world: int) -> Pairs:
 def _norm(node: fx.Node, demand: Demand, _world: int) -> Pairs:
     rank = len(shape_of(node))
     width = len(node.args[1]) if node.target is aten.layer_norm.default else 1  # type: ignore[arg-type]
+    if node.target is dialect.rms_norm.default and demand.dim == rank - 1 and demand.sections == 1:
+        # The pass reduces the statistics (Olmo2 and OLMoE normalise all heads at once).
+        yield node.args[0], demand  # type: ignore[misc]
+        if node.args[1] is not None:
+            yield node.args[1], Demand(0, demand.copies)  # type: ignore[misc]
+        return
     if demand.dim >= rank - width:
         raise cannot(node, "its statistics run over the dimension that would be split")
     yield node.args[0], demand  # type: ignore[misc]

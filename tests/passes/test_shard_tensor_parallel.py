@@ -85,9 +85,17 @@ def test_heads_that_the_ranks_do_not_divide_stay_whole_and_say_so() -> None:
     assert reasons and all("is not divided by 3" in reason or "cannot be dealt to 3 ranks" in reason for reason in reasons)
 
 
-def test_a_norm_over_the_full_width_of_q_keeps_its_block_whole() -> None:
-    rank = assert_ranks_equal_one("olmo2", 2, expected=2)
-    assert "its statistics run over the dimension that would be split" in str(rank.history[-1].refusals[0])
+@pytest.mark.parametrize(("world", "kv_heads"), [(2, 2), (4, 2), (4, 4)])
+def test_a_norm_over_the_full_width_of_q_gets_its_statistics_reduced(world: int, kv_heads: int) -> None:
+    rank = assert_ranks_equal_one("olmo2", world, expected=4, num_key_value_heads=kv_heads)
+    assert program_text(rank).count("fxbackend.all_reduce") == 2 * (2 + 2)  # per layer: q_norm, k_norm and two blocks
+    assert rank.weights.slots["model.layers.0.self_attn.q_norm.weight"].shard == Shard(0, (128,), (1,))
+
+
+def test_a_layer_norm_over_what_would_be_split_keeps_its_block_whole() -> None:
+    rank = assert_ranks_equal_one("stablelm", 2, expected=2, qk_layernorm=True)
+    reasons = [str(refusal) for refusal in rank.history[-1].refusals]
+    assert reasons and all("stays whole on every rank" in reason for reason in reasons)
 
 
 def test_one_rank_changes_nothing() -> None:
