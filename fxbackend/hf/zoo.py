@@ -1,7 +1,7 @@
 """A tiny random model of every type in Transformers' causal language-model mapping.
 
-A generic rule fills the fields that a type's own config class declares; `_OVERRIDES` holds what one rule cannot know, each
-with its reason. As in `tiny.py`, nothing stands at a value that hides an error.
+A generic rule fills the fields that a type's own config class declares; `zoo_types.py` holds what one rule cannot know,
+with its reasons. As in `tiny.py`, nothing stands at a value that hides an error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fxbackend.hf.tiny import FAMILIES, WINDOW, randomise
+from fxbackend.hf.zoo_types import EXCLUDED, OVERRIDES, VARIANTS
 
 # The tiny value of a field, whichever class declares it. Sizes differ where they can, so that a swap shows in a shape.
 _FIELDS: Mapping[str, object] = {
@@ -36,7 +37,7 @@ _FIELDS: Mapping[str, object] = {
                      "max_target_positions", "max_source_positions"), 64),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "keep_window_size"),
                     WINDOW),
-    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), 4), "n_routed_experts": 8,
+    **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), 4), "n_routed_experts": 4,
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 64),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -61,25 +62,29 @@ _FIELDS: Mapping[str, object] = {
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-_OVERRIDES: dict[str, dict[str, object]] = {}
-EXCLUDED: dict[str, str] = {}
-_VARIANTS: dict[str, dict[str, object]] = {}
-
-
 def model_types() -> tuple[str, ...]:
     """Every type of Transformers' mapping, and the variants `type:variant`, those of `EXCLUDED` left out."""
-    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_VARIANTS} - EXCLUDED.keys()))
+    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS} - EXCLUDED.keys()))
 
 
 def zoo_config(key: str, **changes: object) -> PretrainedConfig:
     """The config of a tiny model of `type` or `type:variant`, with `changes` on top."""
     model_type = key.partition(":")[0]
-    fields = _generic(model_type) | dict(FAMILIES.get(model_type, {})) | _OVERRIDES.get(model_type, {})
-    return AutoConfig.for_model(model_type, **(fields | _VARIANTS.get(key, {}) | changes))
+    config_class = _config_class(model_type)
+    fields = {**_generic(config_class), **FAMILIES.get(model_type, {}), **OVERRIDES.get(model_type, {}),
+              **VARIANTS.get(key, {}), **changes}
+    return config_class(**fields)
 
 
-def _generic(model_type: str) -> dict[str, object]:
-    declared = {field.name: field for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+def _config_class(model_type: str) -> type[PretrainedConfig]:
+    """The config of the causal class; that of a composite type may be for its text part."""
+    whole = CONFIG_MAPPING[model_type]
+    wanted = MODEL_FOR_CAUSAL_LM_MAPPING[whole].config_class
+    return wanted if wanted in (whole.sub_configs or {}).values() else whole
+
+
+def _generic(config_class: type[PretrainedConfig]) -> dict[str, object]:
+    declared = {field.name: field for field in dataclasses.fields(config_class)}
     chosen = {name: value for name, value in _FIELDS.items() if name in declared}
     for name, field in declared.items():
         default = field.default
@@ -91,6 +96,8 @@ def _generic(model_type: str) -> dict[str, object]:
             chosen[name] = 0.0
     if {"layer_types", "sliding_window"} <= declared.keys():
         chosen |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3}
+    if "n_group" in declared:  # a group's score is the sum of its best two
+        chosen |= {name: 8 for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in declared}
     if "kv_lora_rank" in declared:  # latent attention has as many key heads as query heads
         chosen["num_key_value_heads"] = 4
     return chosen
@@ -99,7 +106,7 @@ def _generic(model_type: str) -> dict[str, object]:
 def zoo_model(key: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A tiny model on eager attention in float32, everything random; the same for the same seed."""
     config = zoo_config(key, **changes)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[key.partition(":")[0]]]
     model = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     randomise(model, seed)
     _randomise_buffers(model, seed)
