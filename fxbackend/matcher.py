@@ -78,8 +78,10 @@ class Match:
         """Raises MatchError when check and rewrite left a capture unread: an operand would be dropped."""
         unread = sorted(set(self.captures) - self._used)
         if unread:
-            raise MatchError(f"{pass_name}: captures {unread} of pattern {self.pattern!r} were neither used nor "
-                             f"proved away at {self.root.name} ({module_of(self.root)}).")
+            raise MatchError(
+                f"{pass_name}: captures {unread} of pattern {self.pattern!r} were neither used nor "
+                f"proved away at {self.root.name} ({module_of(self.root)})."
+            )
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class _Search:
         inside = state.visit(value)
         yield from self._args(list(zip(pattern.args, value.args, strict=True)), inside, value)
         if pattern.commutes:
-            crossed = list(zip(pattern.args, reversed(value.args), strict=True))
+            crossed: list[tuple[Expression, object]] = list(zip(pattern.args, reversed(value.args), strict=True))
             yield from self._args(crossed, inside, value)
 
     def _args(self, pairs: list[tuple[Expression, object]], state: _State, parent: fx.Node) -> Iterator[_State]:
@@ -211,7 +213,7 @@ def match(patterns: Mapping[str, Expression], root: fx.Node) -> Match | Miss | N
 
 def _escape(root: fx.Node, state: _State) -> tuple[fx.Node, fx.Node] | None:
     kept = {state.captures[name] for name in state.kept}
-    for inner in state.nodes - {root} - kept:  # type: ignore[operator]
+    for inner in state.nodes - {root} - kept:
         for user in inner.users:
             if user not in state.nodes:
                 return inner, user

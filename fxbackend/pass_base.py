@@ -93,7 +93,9 @@ class PatternPass(Pass):
         replacements = {found.root: result} if isinstance(result, fx.Node) else result
         for old, new in replacements.items():
             if shape_of(old) != shape_of(new) or value_of(old).dtype != value_of(new).dtype:
-                raise PipelineError(f"{self.name} replaces {old.name} {type_text(value_of(old))} ({module_of(old)}) by "
-                                    f"{type_text(value_of(new))}.")
+                raise PipelineError(
+                    f"{self.name} replaces {old.name} {type_text(value_of(old))} ({module_of(old)}) by "
+                    f"{type_text(value_of(new))}."
+                )
         rw.replace(replacements)
         rw.matched()

@@ -94,8 +94,9 @@ class Pipeline:
 
     def _run_pass(self, each: Pass, program: Program, observers: Sequence[Observer]) -> None:
         if each.stage < program.stage:
-            raise PipelineError(f"pass {each.name!r} works on stage {each.stage.name}; the program is "
-                                f"{program.stage.name} already.")
+            raise PipelineError(
+                f"pass {each.name!r} works on stage {each.stage.name}; the program is {program.stage.name} already."
+            )
         for observer in observers:
             observer.before_pass(program, each.name)
         before, start = len(program.graph.nodes), time.perf_counter()
@@ -104,9 +105,15 @@ class Pipeline:
         rw.sweep()
         program.stage = each.stage
         record = PassRecord(
-            name=each.name, stage=each.stage, matches=rw.matches, nodes_before=before,
-            nodes_after=len(program.graph.nodes), milliseconds=(time.perf_counter() - start) * 1e3,
-            changed=rw.edits > 0, refusals=tuple(rw.refusals), near_misses=tuple(rw.near_misses),
+            name=each.name,
+            stage=each.stage,
+            matches=rw.matches,
+            nodes_before=before,
+            nodes_after=len(program.graph.nodes),
+            milliseconds=(time.perf_counter() - start) * 1e3,
+            changed=rw.edits > 0,
+            refusals=tuple(rw.refusals),
+            near_misses=tuple(rw.near_misses),
         )
         program.history.append(record)
         for observer in observers:

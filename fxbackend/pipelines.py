@@ -24,22 +24,24 @@ from fxbackend.pipeline import Pipeline
 
 def default_pipeline() -> Pipeline:
     """What every target starts from: capture to the fused program."""
-    return Pipeline((
-        Functionalize(),     # first: whatever looks at a value must see the one that its readers saw
-        Canonicalize(),      # before all patterns: they know one spelling only
-        CanonicalizeViews(), # after canonicalize: it has made the dimensions positive and the no-op casts go
-        DropBatchAxis(),     # after canonicalize: its rules expect positive dimensions and one kind of view
-        RaiseAttention(),    # before positions: masks made of arange go with it, and what counts tokens then is a position
-        Positions(),         # before the tables: they are made of positions
-        PositionTables(),    # before rope: rope reads cos and sin off evaluated tables
-        Rope(),              # before attention: it removes the transposes that attention puts around its operands
-        Attention(),         # the interface call becomes the op; its transposes meet those of rope and of the views
-        Linear(),            # before vocabulary: the head is looked for among the dialect's linears
-        RmsNorm(),           # any place after canonicalize
-        Vocabulary(),        # last to raise: the head is what is left behind the output
-        SimplifyViews(),     # after all that add transposes: fusions look through as few views as possible
-        FuseQkv(),           # before rope fusion: it walks from the attention through single ropes
-        FuseGlu(),           # after linear
-        FuseAddRmsNorm(),    # after rms_norm; the other addend may come from any block
-        FuseRope(),          # last: q and k become results of one op
-    ))
+    return Pipeline(
+        (
+            Functionalize(),  # first: whatever looks at a value must see the one that its readers saw
+            Canonicalize(),  # before all patterns: they know one spelling only
+            CanonicalizeViews(),  # after canonicalize: it has made the dimensions positive and the no-op casts go
+            DropBatchAxis(),  # after canonicalize: its rules expect positive dimensions and one kind of view
+            RaiseAttention(),  # before positions: a mask made of arange goes, what counts then is a position
+            Positions(),  # before the tables: they are made of positions
+            PositionTables(),  # before rope: rope reads cos and sin off evaluated tables
+            Rope(),  # before attention: it removes the transposes that attention puts around its operands
+            Attention(),  # the interface call becomes the op; its transposes meet those of rope and of the views
+            Linear(),  # before vocabulary: the head is looked for among the dialect's linears
+            RmsNorm(),  # any place after canonicalize
+            Vocabulary(),  # last to raise: the head is what is left behind the output
+            SimplifyViews(),  # after all that add transposes: fusions look through as few views as possible
+            FuseQkv(),  # before rope fusion: it walks from the attention through single ropes
+            FuseGlu(),  # after linear
+            FuseAddRmsNorm(),  # after rms_norm; the other addend may come from any block
+            FuseRope(),  # last: q and k become results of one op
+        )
+    )

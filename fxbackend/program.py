@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -102,12 +104,12 @@ class Program:
 
     def inputs(self) -> dict[str, fx.Node]:
         """The placeholders by name."""
-        return {node.target: node for node in self.graph.find_nodes(op="placeholder")}  # type: ignore[misc]
+        return {node.target: node for node in self.graph.find_nodes(op="placeholder")}
 
     def output(self) -> fx.Node:
         """The node whose value is the logits."""
         (out,) = self.graph.find_nodes(op="output")
-        return out.args[0]  # type: ignore[return-value]
+        return cast(fx.Node, out.args[0])
 
     def calls(self, *targets: object) -> list[fx.Node]:
         """Call nodes of the given targets, in graph order."""
@@ -151,7 +153,7 @@ class Evaluator:
                     if arg.op == "get_attr" and arg not in values:
                         values[arg] = self.value(arg, values)
                 if node.op == "output":
-                    return fx.node.map_arg(node.args[0], lambda n: values[n])  # type: ignore[return-value]
+                    return cast(torch.Tensor, fx.node.map_arg(node.args[0], lambda n: cast(Any, values[n])))
                 values[node] = self.value(node, values)
                 for arg in node.all_input_nodes:
                     if last_use[arg] is node:
@@ -164,8 +166,8 @@ class Evaluator:
             return self.inputs[str(node.target)]
         if node.op == "get_attr":
             return self.weights[str(node.target)]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = fx.node.map_arg(cast(Any, (node.args, node.kwargs)), lambda n: cast(Any, values[n]))
+        return cast(Any, node.target)(*args, **kwargs)
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -178,7 +180,7 @@ def token_input(mode: FakeTensorMode, name: str, shape: tuple[int, ...], device:
     from torch._dynamo.source import ConstantSource
 
     kinds = [DimDynamic.STATIC] * (len(shape) - 1) + [DimDynamic.DYNAMIC]
-    context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(shape))
+    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(shape))
     example = torch.empty(shape, dtype=torch.int64, device="meta")
     with mode:
         fake = mode.from_tensor(example, symbolic_context=context, source=ConstantSource(name))
@@ -202,9 +204,21 @@ def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
     return tuple(value_of(node).shape)
 
 
+def same_shape(left: fx.Node, right: fx.Node) -> bool:
+    """Whether two values have one shape. Comparing symbols as integers would ask for their example values, by which the
+    token dimension equals any width that happens to be the example's."""
+    return [str(size) for size in shape_of(left)] == [str(size) for size in shape_of(right)]
+
+
 def module_of(node: fx.Node) -> str:
     """The module path that a node comes from, such as `model.layers.0.mlp`."""
     return str(node.meta.get("module", ""))
+
+
+def common_path(weights: Iterable[fx.Node]) -> str:
+    """The deepest module path that holds all the slots that `weights` read."""
+    parts = zip(*(str(node.target).split(".") for node in weights), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, parts))
 
 
 def tensor_nodes(node: fx.Node) -> Iterator[fx.Node]:

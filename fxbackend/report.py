@@ -48,8 +48,14 @@ class Report:
         for heading in ("stage", "matches", "nodes before", "nodes after", "ms"):
             table.add_column(heading, justify="left" if heading == "stage" else "right")
         for each in self.passes:
-            table.add_row(each.name, each.stage.name, str(each.matches), str(each.nodes_before),
-                          str(each.nodes_after), f"{each.milliseconds:.1f}")
+            table.add_row(
+                each.name,
+                each.stage.name,
+                str(each.matches),
+                str(each.nodes_before),
+                str(each.nodes_after),
+                f"{each.milliseconds:.1f}",
+            )
         text = io.StringIO()
         console = Console(file=text, width=110)
         console.print(table)

@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -182,9 +183,9 @@ class Rewriter:
 
     def infer(self, node: fx.Node) -> None:
         """Computes a node's value from those of its arguments, on fake tensors."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+        args, kwargs = fx.node.map_arg(cast(Any, (node.args, node.kwargs)), lambda n: n.meta["val"])
         with self.program.fake_mode, torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+            node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
 
     def matched(self) -> None:
         """Counts one rewritten place."""

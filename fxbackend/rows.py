@@ -220,7 +220,8 @@ def _repeat_interleave(node: fx.Node) -> str | None:
 
 _RULES: dict[object, Rule] = {
     aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.permute.default: _transpose,
-    aten.expand.default: _transpose, aten.expand_as.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,
+    aten.expand.default: _transpose, aten.expand_as.default: _transpose,
+    aten.broadcast_to.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,
     aten.bmm.default: _matmul, aten.mm.default: _matmul, aten.addmm.default: _addmm, aten.embedding.default: _lookup,
     aten.index.Tensor: _index, aten.index_select.default: _lookup, aten.gather.default: _gather,
     aten.repeat.default: _repeat, aten.repeat_interleave.self_int: _repeat_interleave, aten.one_hot.default: _transpose,

@@ -1,8 +1,8 @@
 """What tests of passes are written with: small programs, a golden text, and one harness that asks all the questions.
 
-    model = Wrapped(MyBlock(), width=8)
-    program = before(default_pipeline(), "rms_norm", program_of(model))
-    check_pass(program, RmsNorm(), model.state_dict(), matches=1, golden=...)
+model = Wrapped(MyBlock(), width=8)
+program = before(default_pipeline(), "rms_norm", program_of(model))
+check_pass(program, RmsNorm(), model.state_dict(), matches=1, golden=...)
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def program_of(module: nn.Module, max_model_len: int = 32, dtype: torch.dtype = 
     from fxbackend.hf.capture import _module_paths, _name_inputs
 
     module = randomise(module.to(dtype).eval())
-    real = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    real: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mode = new_fake_mode()
     ids = token_input(mode, "input_ids", (1, 7), "cpu")
     with mode:
@@ -83,8 +83,8 @@ def _plan(module: nn.Module) -> WeightPlan:
     plan = WeightPlan()
     for name, value in module.named_parameters():
         plan.add(Slot(name, tuple(value.shape), value.dtype, (Piece(name),), tuple(value.shape[:1])))
-    for name, value in module.named_buffers():
-        plan.add_constant(name, value.detach().clone())
+    for name, buffer in module.named_buffers():
+        plan.add_constant(name, buffer.detach().clone())
         plan.ignored[name] = "a buffer"
     return plan
 
@@ -106,8 +106,16 @@ def golden_text(program: Program, modules: bool = False) -> str:
     return re.sub(r"fxv_\d+", lambda found: numbers.setdefault(found.group(), f"v{len(numbers)}"), text)
 
 
-def check_pass(program: Program, pass_: Pass, state: Mapping[str, torch.Tensor], *, matches: int | None,
-               golden: str | None = None, refusals: Sequence[str] = (), tolerance: float = 1e-5) -> Program:
+def check_pass(
+    program: Program,
+    pass_: Pass,
+    state: Mapping[str, torch.Tensor],
+    *,
+    matches: int | None,
+    golden: str | None = None,
+    refusals: Sequence[str] = (),
+    tolerance: float = 1e-5,
+) -> Program:
     """Runs one pass and asks everything that every pass must answer.
 
     Asked: the count; the text afterwards; the same numbers before and after, with the weights of the original state

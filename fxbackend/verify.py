@@ -18,11 +18,24 @@ dialect = torch.ops.fxbackend
 
 _HOOKS = (dialect.hf_attention.default, dialect.attention_mask.default)
 # Spellings that canonicalize removes; one left over would hide a value from every later pattern.
-_NOT_CANONICAL = frozenset({
-    torch._C._set_grad_enabled, aten.dropout.default, aten.detach.default, aten.alias.default,
-    aten.contiguous.default, aten.view.default, aten._unsafe_view.default, aten.chunk.default, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.unbind.int, aten.t.default, aten.to.device, aten._to_copy.default,
-})
+_NOT_CANONICAL = frozenset(
+    {
+        torch._C._set_grad_enabled,
+        aten.dropout.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.contiguous.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.chunk.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        aten.t.default,
+        aten.to.device,
+        aten._to_copy.default,
+    }
+)
 
 
 def verify(program: Program, inside: bool = False) -> None:
@@ -102,7 +115,8 @@ def _weights(program: Program, stage: Stage) -> None:
         if bool(slot.pieces) == (name in plan.constants):
             raise VerifyError(f"weight slot {name!r} must be filled by pieces or by a constant, and by one of them.")
         if tuple(node.meta["val"].shape) != slot.local_shape(world):
-            raise VerifyError(f"weight slot {name!r} is {slot.local_shape(world)}, the graph says "
-                              f"{tuple(node.meta['val'].shape)}.")
+            raise VerifyError(
+                f"weight slot {name!r} is {slot.local_shape(world)}, the graph says {tuple(node.meta['val'].shape)}."
+            )
         if node.meta["val"].dtype != slot.dtype:
             raise VerifyError(f"weight slot {name!r} is {slot.dtype}, the graph says {node.meta['val'].dtype}.")

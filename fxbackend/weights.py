@@ -132,8 +132,9 @@ class WeightPlan:
 
     def add_constant(self, name: str, value: torch.Tensor) -> Slot:
         """Adds a constant slot holding `value`."""
-        slot = Slot(name, tuple(value.shape), value.dtype, sections=(value.shape[0],) if value.ndim else (),
-                    parameter=False)
+        slot = Slot(
+            name, tuple(value.shape), value.dtype, sections=(value.shape[0],) if value.ndim else (), parameter=False
+        )
         self.add(slot)
         self.constants[name] = value
         return slot
@@ -147,9 +148,13 @@ class WeightPlan:
                 raise WeightError(f"cannot stack {first.name!r} {first.shape} and {part.name!r} {part.shape}.")
         if any(part.shard for part in parts):
             raise WeightError(f"cannot stack {[p.name for p in parts]}: they are sharded already.")
-        return Slot(name, (sum(part.shape[0] for part in parts), *first.shape[1:]), first.dtype,
-                    tuple(piece for part in parts for piece in part.pieces),
-                    tuple(section for part in parts for section in part.sections))
+        return Slot(
+            name,
+            (sum(part.shape[0] for part in parts), *first.shape[1:]),
+            first.dtype,
+            tuple(piece for part in parts for piece in part.pieces),
+            tuple(section for part in parts for section in part.sections),
+        )
 
     def drop(self, name: str) -> None:
         """Removes a slot that the graph reads no more."""
@@ -204,8 +209,10 @@ class WeightPlan:
         parts = [piece.apply(state[piece.source]) for piece in slot.pieces]
         value = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(slot.dtype)
         if tuple(value.shape) != slot.shape:
-            raise WeightError(f"weight slot {slot.name!r} is {slot.shape}, the checkpoint gives {tuple(value.shape)} "
-                              f"({', '.join(map(str, slot.pieces))}).")
+            raise WeightError(
+                f"weight slot {slot.name!r} is {slot.shape}, the checkpoint gives {tuple(value.shape)} "
+                f"({', '.join(map(str, slot.pieces))})."
+            )
         return value if slot.shard is None else slot.shard.take(value, rank, world)
 
     def __iter__(self) -> Iterator[Slot]:

@@ -54,27 +54,39 @@ def _window(rw: Rewriter, node: fx.Node, mask: object, keyword: int, layer: str)
     if mask is None:
         return max(keyword, 0)
     if not isinstance(mask, fx.Node) or mask.target is not dialect.attention_mask.default:
-        raise UnsupportedModelError(f"{node.name}: the attention {layer} has a mask that Transformers' mask interface did "
-                                    f"not build ({mask}); masks made by the model itself are not supported yet.")
+        raise UnsupportedModelError(
+            f"{node.name}: the attention {layer} has a mask that Transformers' mask interface "
+            f"did not build ({mask}); masks made by the model itself are not supported yet."
+        )
     _like, kind, size = mask.args
     if kind == "causal":
         # A window at least as long as any sequence hides nothing; the mask says causal then.
         if 0 < keyword < rw.program.facts.max_model_len:
-            raise UnsupportedModelError(f"{node.name}: the attention {layer} is called with sliding_window={keyword} and "
-                                        "a causal mask; eager and paged attention would differ.")
+            raise UnsupportedModelError(
+                f"{node.name}: the attention {layer} is called with sliding_window={keyword} "
+                "and a causal mask; eager and paged attention would differ."
+            )
         return 0
     if keyword not in (-1, size):
-        raise UnsupportedModelError(f"{node.name}: the attention {layer} is called with sliding_window={keyword} and a "
-                                    f"mask of {kind}({size}); eager and paged attention would differ.")
+        raise UnsupportedModelError(
+            f"{node.name}: the attention {layer} is called with sliding_window={keyword} and a "
+            f"mask of {kind}({size}); eager and paged attention would differ."
+        )
     return int(size)  # type: ignore[arg-type]
 
 
 def _check_shapes(node: fx.Node, q: tuple[object, ...], k: tuple[object, ...], v: tuple[object, ...]) -> None:
     place = f"{node.name} ({module_of(node)})"
     if not len(q) == len(k) == len(v) == 4 or q[0] != 1:
-        raise UnsupportedModelError(f"{place}: attention operands {list(q)}, {list(k)}, {list(v)} are not [1, heads, tokens, width].")
+        raise UnsupportedModelError(
+            f"{place}: attention operands {list(q)}, {list(k)}, {list(v)} are not [1, heads, tokens, width]."
+        )
     if int(q[1]) % int(k[1]) or k[1] != v[1] or q[3] != k[3]:  # type: ignore[call-overload]
-        raise UnsupportedModelError(f"{place}: {q[1]} query heads of {q[3]}, {k[1]} key heads of {k[3]} and {v[1]} value "
-                                    "heads do not fit together.")
+        raise UnsupportedModelError(
+            f"{place}: {q[1]} query heads of {q[3]}, {k[1]} key heads of {k[3]} and {v[1]} "
+            "value heads do not fit together."
+        )
     if str(q[2]) != str(k[2]) or str(k[2]) != str(v[2]):
-        raise UnsupportedModelError(f"{place}: {q[2]} queries see {k[2]} keys; only attention of a row to itself is supported.")
+        raise UnsupportedModelError(
+            f"{place}: {q[2]} queries see {k[2]} keys; only attention of a row to itself is supported."
+        )

@@ -24,17 +24,33 @@ import torch
 from torch import fx
 
 from fxbackend.pass_base import Pass
-from fxbackend.program import Stage, shape_of, value_of
+from fxbackend.program import Stage, same_shape, shape_of, value_of
 from fxbackend.rewriter import Rewriter
 
 aten = torch.ops.aten
 
-_IDENTITY = {aten.detach.default, aten.alias.default, aten.contiguous.default, aten.clone.default,
-             aten.lift_fresh.default}
-_CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten._to_copy.default,
-          aten.type_as.default}
-_SCALARS = {aten.mul.Scalar: aten.mul.Tensor, aten.add.Scalar: aten.add.Tensor, aten.sub.Scalar: aten.sub.Tensor,
-            aten.div.Scalar: aten.div.Tensor}
+_IDENTITY = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.lift_fresh.default,
+}
+_CASTS = {
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+}
+_SCALARS = {
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+}
+_NEUTRAL = {aten.mul.Tensor: 1, aten.div.Tensor: 1, aten.add.Tensor: 0, aten.sub.Tensor: 0}
 _DIMS = ("dim", "dim0", "dim1")
 
 
@@ -88,17 +104,21 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
         return first
     if target in _CASTS and first is not None:
         return _cast(rw, node, first)
-    if target in (aten.expand.default, aten.expand_as.default) and shape_of(node) == shape_of(first):  # type: ignore[arg-type]
+    if target in (aten.expand.default, aten.expand_as.default) and first is not None and same_shape(node, first):
         return first
     if target in _SCALARS:
-        return rw.call(_SCALARS[target], *args, **node.kwargs)  # type: ignore[index]
+        return rw.call(_SCALARS[target], *args, **node.kwargs)
     if target is aten.baddbmm.default:  # Bloom and GPT-NeoX-Japanese add their bias in the product
         return _baddbmm(rw, node)
     if target in (aten.square.default,) or (target is aten.mul.Tensor and args[0] is args[1]):
         return rw.call(aten.pow.Tensor_Scalar, first, 2)
-    if target in (aten.mul.Tensor, aten.div.Tensor) and _is_number(args[1], 1) and value_of(node).dtype == _dtype(first):
-        return first
-    if target in (aten.add.Tensor, aten.sub.Tensor) and _is_number(args[1], 0) and value_of(node).dtype == _dtype(first):
+    if (
+        first is not None
+        and target in _NEUTRAL
+        and not isinstance(args[1], (fx.Node, bool))
+        and args[1] == _NEUTRAL[target]
+        and value_of(node).dtype == value_of(first).dtype
+    ):
         return first
     return _dims(rw, node)
 
@@ -107,18 +127,10 @@ def _baddbmm(rw: Rewriter, node: fx.Node) -> fx.Node:
     added, one, two = node.args
     product = rw.call(aten.bmm.default, one, two)
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    scaled = product if _is_number(alpha, 1) else rw.call(aten.mul.Tensor, product, alpha)
-    if _is_number(beta, 0):
+    scaled = product if alpha == 1 else rw.call(aten.mul.Tensor, product, alpha)
+    if beta == 0:
         return scaled
-    return rw.call(aten.add.Tensor, added if _is_number(beta, 1) else rw.call(aten.mul.Tensor, added, beta), scaled)
-
-
-def _is_number(value: object, expected: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == expected
-
-
-def _dtype(node: object) -> torch.dtype | None:
-    return value_of(node).dtype if isinstance(node, fx.Node) else None
+    return rw.call(aten.add.Tensor, added if beta == 1 else rw.call(aten.mul.Tensor, added, beta), scaled)
 
 
 def _cast(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:

@@ -15,19 +15,25 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx
 
 from fxbackend.pass_base import Pass
-from fxbackend.program import Stage, shape_of, value_of
+from fxbackend.program import Stage, same_shape, shape_of, value_of
 from fxbackend.rewriter import Rewriter
 
 aten = torch.ops.aten
 
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.flatten.using_ints,
-          aten.unflatten.int, aten.view_as.default}
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.view_as.default,
+}
 _SPLITS = {aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unbind.int}
 
 
@@ -58,7 +64,8 @@ def _tokens(rw: Rewriter) -> fx.Node | None:
 
 
 def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | None:
-    target, first = node.target, node.args[0]
+    args: Any = node.args
+    target, first = node.target, args[0]
     if target is aten.cat.default:
         return _cat(rw, node)
     if not isinstance(first, fx.Node):
@@ -68,7 +75,7 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
     if target is aten.slice.Tensor:
         return _slice(rw, node, first)
     if target is aten.select.int:
-        dim, index = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+        dim, index = args[1:]
         size = shape_of(first)[dim]
         if isinstance(size, int):
             index %= size
@@ -80,7 +87,7 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
 
 def _reshape(rw: Rewriter, node: fx.Node, first: fx.Node, tokens: fx.Node | None) -> fx.Node | None:
     shape = shape_of(node)
-    if shape == shape_of(first):
+    if same_shape(node, first):
         return first
     known = None if tokens is None else str(tokens.meta["val"])
     sizes = [size if isinstance(size, int) else tokens if str(size) == known else -1 for size in shape]
@@ -93,18 +100,18 @@ def _reshape(rw: Rewriter, node: fx.Node, first: fx.Node, tokens: fx.Node | None
 
 def _slice(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:
     """`(x, dim, start, end)` with both ends inside of a known size; the step only where it is not 1."""
-    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-    dim = int(dim)  # type: ignore[arg-type]
+    args: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, end, step = args
     size = shape_of(first)[dim]
     if isinstance(start, fx.Node) or isinstance(end, fx.Node):
         return None
-    start = int(start or 0)  # type: ignore[arg-type]
+    start = start or 0
     if start == 0 and (end is None or end == 2**63 - 1) and step == 1:
         return first
     if not isinstance(size, int):
         return None
-    end = size if end is None else min(int(end), size)  # type: ignore[arg-type]
-    start, end = start + size * (start < 0), end + size * (end < 0)
+    end = size if end is None else min(end, size)
+    start, end = max(start + size * (start < 0), 0), end + size * (end < 0)
     if (start, end, step) == (0, size, 1):
         return first
     wanted = (first, dim, start, end, *([step] if step != 1 else []))
@@ -113,37 +120,37 @@ def _slice(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:
 
 def _cat(rw: Rewriter, node: fx.Node) -> fx.Node | None:
     """Without empty parts (the unrotated rest of a full rope, Phi-3), and with a positive dimension."""
-    parts, dim = node.args[0], int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
-    full = [part for part in parts if shape_of(part)[dim] != 0]  # type: ignore[union-attr]
+    args: Any = node.args
+    parts, dim = args[0], args[1] if len(args) > 1 else 0
+    full = [part for part in parts if str(shape_of(part)[dim]) != "0"]
     if len(full) == 1 and value_of(full[0]).dtype == value_of(node).dtype:
         return full[0]
-    if len(full) == len(parts) and node.args[1:] == (dim,):  # type: ignore[arg-type]
+    if len(full) == len(parts) and args[1:] == (dim,):
         return None
     return rw.call(aten.cat.default, full, dim)
 
 
 def _split(rw: Rewriter, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
-    first = node.args[0]
-    dim = 0
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
-        if argument.name == "dim":
-            dim = int(value)  # type: ignore[arg-type]
+    target, args = cast(torch._ops.OpOverload, node.target), cast(Any, node.args)
+    given = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)}
+    dim = given.get("dim", 0)
     unbound = node.target is aten.unbind.int
     sizes = [1] * len(node.meta["val"]) if unbound else [value.shape[dim] for value in node.meta["val"]]
-    if not all(isinstance(size, int) for size in sizes) or any(user.target is not operator.getitem for user in node.users):
+    if not all(isinstance(size, int) for size in sizes) or {user.target for user in node.users} != {operator.getitem}:
         return None
     replacements = {}
     for user in node.users:
-        index = int(user.args[1]) % len(sizes)  # type: ignore[arg-type]
+        index = cast(int, user.args[1]) % len(sizes)
         start = sum(sizes[:index])
-        part = rw.call(aten.slice.Tensor, first, dim, start, start + sizes[index])
+        part = rw.call(aten.slice.Tensor, args[0], dim, start, start + sizes[index])
         replacements[user] = rw.call(aten.squeeze.dim, part, dim) if unbound else part
     return replacements
 
 
 def _transpose(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:
     rank = len(shape_of(first))
-    order = [d % rank for d in node.args[1]] if len(node.args) > 1 else list(reversed(range(rank)))  # type: ignore[attr-defined]
+    args: Any = node.args
+    order = [dim % rank for dim in args[1]] if len(args) > 1 else list(reversed(range(rank)))
     moved = [index for index, dim in enumerate(order) if index != dim]
     if not moved:
         return first

@@ -14,7 +14,7 @@ Refuses: nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx
@@ -25,9 +25,19 @@ from fxbackend.rewriter import Rewriter
 
 aten = torch.ops.aten
 
-_REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var.correction, aten.softmax.int,
-               aten._softmax.default, aten.cumsum.default, aten.slice.Tensor, aten.squeeze.dim, aten.log_softmax.int,
-               aten.var.dim}
+_REDUCTIONS = {
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+    aten.amax.default,
+    aten.var.correction,
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.cumsum.default,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.log_softmax.int,
+    aten.var.dim,
+}
 _LISTS = {aten.cat.default, aten.stack.default}
 
 
@@ -45,8 +55,9 @@ class DropBatchAxis(Pass):
         squeezed: dict[fx.Node, fx.Node] = {}
         for node in rw.program.inputs().values():
             with rw.program.fake_mode:
-                node.meta["val"] = torch.empty(node.meta["val"].shape[1:], dtype=torch.int64,
-                                               device=node.meta["val"].device)
+                node.meta["val"] = torch.empty(
+                    node.meta["val"].shape[1:], dtype=torch.int64, device=node.meta["val"].device
+                )
             squeezed[node] = node
         for node in list(rw.graph.nodes):
             if node.op == "call_function" and any(arg in squeezed for arg in node.all_input_nodes):
@@ -60,12 +71,13 @@ class DropBatchAxis(Pass):
 
 def _convert(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> None:
     value = node.meta["val"]
-    if node.target is aten.sym_size.int:
-        squeezed[node] = rw.call(aten.sym_size.int, squeezed[node.args[0]], int(node.args[1]) - 1)  # type: ignore[index, arg-type]
+    if node.target is aten.sym_size.int and node.args[1] != 0 and _lost(node.args[0], squeezed):
+        squeezed[node] = rw.call(aten.sym_size.int, squeezed[cast(fx.Node, node.args[0])], cast(int, node.args[1]) - 1)
         return
-    dropped = isinstance(value, torch.Tensor) and value.ndim > 0 and isinstance(value.shape[0], int) and value.shape[0] == 1
+    dropped = isinstance(value, torch.Tensor) and value.ndim > 0 and str(value.shape[0]) == "1"
     new = _rule(rw, node, squeezed) if dropped else None
     if new is None:
+
         def restore(arg: fx.Node) -> fx.Node:
             if arg not in squeezed:
                 return arg
@@ -74,8 +86,8 @@ def _convert(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> N
                 return known if arg.op != "placeholder" else rw.call(aten.unsqueeze.default, known, 0)
             return rw.call(aten.unsqueeze.default, known, 0)
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), restore)  # type: ignore[misc]
-        new = rw.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        args, kwargs = cast(Any, fx.node.map_arg(cast(Any, (node.args, node.kwargs)), restore))
+        new = rw.call(cast(Any, node.target), *args, **kwargs)
         if dropped:
             new = rw.call(aten.squeeze.dim, new, 0)
     squeezed[node] = new
@@ -83,38 +95,37 @@ def _convert(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> N
 
 def _rule(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> fx.Node | None:
     """The node on values without the axis; None when no rule is sure."""
-    target, args, kwargs = node.target, list(node.args), dict(node.kwargs)
+    target: Any = node.target
+    args: Any = node.args
+    kwargs: Any = node.kwargs
     rank = len(shape_of(node))
 
     def lost(value: object) -> bool:
-        """Whether the value had an axis of one in front, and its small form stands without."""
-        if not isinstance(value, fx.Node) or value not in squeezed:
-            return False
-        return value.op == "placeholder" or len(shape_of(squeezed[value])) < len(shape_of(value))
+        return _lost(value, squeezed)
 
     def small(value: object) -> object:
         return squeezed.get(value, value) if isinstance(value, fx.Node) else value
 
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target is aten.to.dtype:
         return _pointwise(rw, node, squeezed, rank)
-    if target in _LISTS and len(args) > 1 and args[1] != 0 and all(map(lost, args[0])):  # type: ignore[arg-type]
-        return rw.call(target, [small(item) for item in args[0]], args[1] - 1)  # type: ignore[union-attr, operator]
+    if target in _LISTS and len(args) > 1 and args[1] != 0 and all(map(lost, args[0])):
+        return rw.call(target, [small(item) for item in args[0]], args[1] - 1)
     if target is aten.embedding.default and lost(args[1]) and args[0] not in squeezed:
         return rw.call(target, args[0], small(args[1]), *args[2:])
     if not lost(args[0]):
         return None
     first = small(args[0])
-    if target in (aten.reshape.default, aten.expand.default) and args[1][0] == 1 and not kwargs:  # type: ignore[index]
-        return rw.call(target, first, [small(size) for size in args[1][1:]])  # type: ignore[index]
+    if target in (aten.reshape.default, aten.expand.default) and args[1][0] == 1 and not kwargs:
+        return rw.call(target, first, [small(size) for size in args[1][1:]])
     if target is aten.transpose.int and 0 not in args[1:]:
-        return rw.call(target, first, args[1] - 1, args[2] - 1)  # type: ignore[operator]
+        return rw.call(target, first, args[1] - 1, args[2] - 1)
     if target is aten.unsqueeze.default:
-        return rw.call(target, first, max(args[1] - 1, 0))  # type: ignore[operator, type-var]
+        return rw.call(target, first, max(args[1] - 1, 0))
     if target is aten.repeat_interleave.self_int and len(args) > 2 and args[2] != 0:
-        return rw.call(target, first, args[1], args[2] - 1, **kwargs)  # type: ignore[operator]
+        return rw.call(target, first, args[1], args[2] - 1, **kwargs)
     if target in _REDUCTIONS and len(args) > 1:
         several = isinstance(args[1], (list, tuple))
-        dims = list(args[1]) if several else [args[1]]  # type: ignore[arg-type]
+        dims = list(args[1]) if several else [args[1]]
         if dims and all(isinstance(dim, int) and dim > 0 for dim in dims):
             moved = [dim - 1 for dim in dims]
             return rw.call(target, first, moved if several else moved[0], *map(small, args[2:]), **kwargs)
@@ -122,9 +133,16 @@ def _rule(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> fx.N
         return rw.call(target, first, small(args[1]))
     if target is aten.linear.default and rank > 2 and not any(arg in squeezed for arg in args[1:]):
         return rw.call(target, first, *args[1:])
-    if target is aten.layer_norm.default and rank > len(args[1]):  # type: ignore[arg-type]
+    if target is aten.layer_norm.default and rank > len(args[1]):
         return rw.call(target, first, *args[1:], **kwargs)
     return None
+
+
+def _lost(value: object, squeezed: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a value had an axis of one in front, and its small form stands without."""
+    if not isinstance(value, fx.Node) or value not in squeezed or not isinstance(value.meta["val"], torch.Tensor):
+        return False
+    return value.op == "placeholder" or len(shape_of(squeezed[value])) < len(shape_of(value))
 
 
 def _pointwise(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node], rank: int) -> fx.Node | None:
@@ -140,4 +158,4 @@ def _pointwise(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node], ra
             args.append(rw.call(aten.squeeze.dim, arg, 0))
         else:
             return None
-    return rw.call(node.target, *args, **node.kwargs)  # type: ignore[arg-type]
+    return rw.call(cast(Any, node.target), *args, **node.kwargs)

@@ -14,7 +14,7 @@ functional form. The check of the stage then names the op.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import fx
@@ -39,18 +39,18 @@ class Functionalize(Pass):
         for node in list(rw.graph.nodes):
             if not _writes(node):
                 continue
-            written = node.args[0]
+            written = cast(fx.Node, node.args[0])
             functional = _functional(node.target)
-            reason = "it has no functional form" if functional is None else _shown(node, written, memory)  # type: ignore[arg-type]
+            reason = "it has no functional form" if functional is None else _shown(node, written, memory)
             if functional is None or reason:
                 rw.refuse(node, reason)
                 continue
             with rw.at(node):
                 new = rw.call(functional, *node.args, **node.kwargs)
-                if value_of(new).dtype != value_of(written).dtype:  # type: ignore[arg-type]
-                    new = rw.call(aten.to.dtype, new, value_of(written).dtype)  # type: ignore[arg-type]
+                if value_of(new).dtype != value_of(written).dtype:
+                    new = rw.call(aten.to.dtype, new, value_of(written).dtype)
             memory[new] = memory[node]
-            rw.replace_after(written, new, node)  # type: ignore[arg-type]
+            rw.replace_after(written, new, node)
             rw.replace({node: new})
             rw.erase(node)
             rw.matched()

@@ -14,7 +14,6 @@ Refuses: projections of different values, one with and one without bias, weights
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,7 +24,7 @@ from torch import fx
 from fxbackend.matcher import Match
 from fxbackend.pass_base import PatternPass, Refuse
 from fxbackend.pattern import Expression, Op, number, op, slot, var
-from fxbackend.program import Stage, shape_of
+from fxbackend.program import Stage, common_path, shape_of
 from fxbackend.rewriter import Rewriter
 from fxbackend.weights import Piece
 
@@ -86,7 +85,7 @@ class FuseGlu(PatternPass):
                     _order(rw, str(operand.target), swapped=match.pattern.startswith("swapped"))
         else:
             gate, up = match.node("gate"), match.node("up")
-            prefix = os.path.commonprefix([str(gate.target), str(up.target)]).rpartition(".")[0]
+            prefix = common_path([gate, up])
             weight = rw.stack(f"{prefix}.gate_up_proj.weight", [gate, up])
             bias = match.value("gate_bias")
             if bias is not None:

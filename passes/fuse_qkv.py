@@ -14,7 +14,6 @@ Refuses: projections of different values, some with and some without bias, or wh
 
 from __future__ import annotations
 
-import os.path
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ import torch
 from torch import fx
 
 from fxbackend.pass_base import Pass
-from fxbackend.program import Stage, shape_of
+from fxbackend.program import Stage, common_path, shape_of
 from fxbackend.rewriter import Rewriter
 from fxbackend.weights import Piece, Slot
 
@@ -93,7 +92,7 @@ def _fuse_separate(rw: Rewriter, attention: fx.Node, linears: list[fx.Node]) -> 
     if any(len(operand.users) > 1 for operand in slots):  # type: ignore[union-attr]
         rw.refuse(attention, "a weight of q, k or v is read elsewhere as well")
         return
-    prefix = os.path.commonprefix([str(each.args[1].target).rpartition(".")[0] for each in linears]).rpartition(".")[0]  # type: ignore[union-attr]
+    prefix = common_path([each.args[1] for each in linears])  # type: ignore[misc]
     with rw.at(min(linears)):
         weight = rw.stack(f"{prefix}.qkv_proj.weight", [each.args[1] for each in linears])  # type: ignore[misc]
         stacked = None if bias is None else rw.stack(f"{prefix}.qkv_proj.bias", [each.args[2] for each in linears])  # type: ignore[misc]

@@ -36,8 +36,11 @@ class PositionTables(Pass):
         """Evaluates the region behind `positions` once and replaces its frontier."""
         positions = rw.program.inputs()["positions"]
         region = _region(rw, positions)
-        frontier = [node for node in region if any(user not in region for user in node.users)
-                    and _is_table(node) and not _is_lookup(node, positions)]
+        frontier = [
+            node
+            for node in region
+            if any(user not in region for user in node.users) and _is_table(node) and not _is_lookup(node, positions)
+        ]
         if not frontier:
             return
         length = rw.program.facts.max_model_len
@@ -90,8 +93,12 @@ def _is_table(node: fx.Node) -> bool:
     """A floating `[tokens, width]`, with further dimensions of one (for the heads) in any place but the last."""
     *outer, width = shape_of(node) or (None,)
     others = [size for size in outer if not isinstance(size, torch.SymInt)]
-    return (node.meta["val"].dtype.is_floating_point and isinstance(width, int) and len(others) + 1 == len(outer)
-            and all(size == 1 for size in others))
+    return (
+        node.meta["val"].dtype.is_floating_point
+        and isinstance(width, int)
+        and len(others) + 1 == len(outer)
+        and all(size == 1 for size in others)
+    )
 
 
 def _is_lookup(node: fx.Node, positions: fx.Node) -> bool:

@@ -4,9 +4,10 @@ Before and after:
 
     a = aten.arange(tokens)                     (positions)
     b = aten.cumsum(aten.ones([tokens]), 0)     b = aten.add(positions, 1)
+    c = aten.cumsum(aten.ne(input_ids, 1), 0)   c = aten.add(positions, 1)
 
 Such a value is evaluated at several lengths, never matched: `arange`, a running sum of a mask of ones, and any arithmetic
-on them. A batch of an engine is many sequences in one row, and counting that row would be wrong for all but the first.
+on them. A count that skips padding (RoBERTa) is evaluated on ids that are no padding: an engine's batch holds none. A batch of an engine is many sequences in one row, and counting that row would be wrong for all but the first.
 
 Refuses: a value of the number of tokens that does not count them. The proof of row independence names what is left.
 """
@@ -62,21 +63,21 @@ class Positions(Pass):
 
 
 def _counting(rw: Rewriter) -> list[fx.Node]:
-    """Calls that follow from the number of tokens and from constants alone."""
+    """Calls that follow from the ids, their number and constants alone, without a trained weight."""
+    ids = rw.program.inputs()["input_ids"]
     region: dict[fx.Node, None] = {}
     for node in rw.graph.nodes:
         if node.op != "call_function":
             continue
-        known = all(arg in region or str(arg.target) in rw.weights.constants for arg in node.all_input_nodes)
-        if node.target is aten.sym_size.int or (known and any(arg in region for arg in node.all_input_nodes)):
-            region[node] = None
-        elif known and not node.all_input_nodes:
+        if all(arg is ids or arg in region or str(arg.target) in rw.weights.constants for arg in node.all_input_nodes):
             region[node] = None
     return list(region)
 
 
 def _evaluate(rw: Rewriter, region: list[fx.Node], length: int) -> dict[fx.Node, object]:
-    ids = torch.zeros(length, dtype=torch.int64)
+    # From the middle of the vocabulary, away from the special ids at its ends.
+    vocabulary = rw.program.facts.vocab_size
+    ids = torch.arange(length) * 7 % max(vocabulary // 4, 1) + vocabulary // 3
     evaluator = Evaluator(rw.graph, {"input_ids": ids, "positions": ids}, rw.weights.constants)
     values: dict[fx.Node, object] = {}
     with torch.no_grad():

@@ -70,4 +70,5 @@ class RmsNorm(PatternPass):
         weight = match.node("weight") if match.has("weight") else None
         offset = 1.0 if match.pattern == "gemma" else 0.0
         order = "before" if match.pattern in ("before", "bare") else "after"
-        return rw.call(torch.ops.fxbackend.rms_norm.default, match.node("x"), weight, match.number("eps"), offset, order)
+        eps = match.number("eps")
+        return rw.call(torch.ops.fxbackend.rms_norm.default, match.node("x"), weight, eps, offset, order)

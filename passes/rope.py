@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+from typing import cast as cast_type
 
 import torch
 from torch import fx
@@ -106,8 +107,8 @@ class Rope(PatternPass):
     def rewrite(self, rw: Rewriter, match: Match) -> fx.Node:
         """One rope over a joint table; tokens first."""
         interleaved = bool(match.facts["interleaved"])
-        table = _joint(rw, str(match.node("cos").target), str(match.node("sin").target), interleaved,
-                       match.facts["dtype"])  # type: ignore[arg-type]
+        dtype = cast_type(torch.dtype, match.facts["dtype"])
+        table = _joint(rw, str(match.node("cos").target), str(match.node("sin").target), interleaved, dtype)
         x, transposed = match.node("x"), match.number("head_axis") == 0
         if transposed:
             x = rw.call(aten.transpose.int, x, 0, 1)
@@ -119,14 +120,17 @@ def _joint(rw: Rewriter, cos: str, sin: str, interleaved: bool, dtype: torch.dty
     """The table `[L, R]` that holds each angle's cos, then each angle's sin, in the dtype of the sums."""
     columns = []
     for source in (cos, sin):
-        table = rw.weights.constants.get(source)
-        if table is None:
+        if source not in rw.weights.constants:
             raise Refuse(f"{source} is a trained weight, not an evaluated table")
+        table = rw.weights.constants[source]
         first, second = (table[:, 0::2], table[:, 1::2]) if interleaved else table.chunk(2, -1)
         if not torch.equal(first, second):
             raise Refuse(f"the table {source} does not hold each angle twice")
         columns.append(first)
     joint = torch.cat(columns, -1).to(dtype).contiguous()
-    name = f"rope_table_{cos.rpartition('_')[2]}_{sin.rpartition('_')[2]}" + "_wide" * (dtype != table.dtype) \
+    name = (
+        f"rope_table_{cos.rpartition('_')[2]}_{sin.rpartition('_')[2]}"
+        + "_wide" * (dtype != table.dtype)
         + "_interleaved" * interleaved
+    )
     return rw.slot(name) if name in rw.weights.slots else rw.add_constant(name, joint)

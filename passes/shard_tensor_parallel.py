@@ -11,11 +11,10 @@ until it arrives at projections: those become column parallel, the linear become
 reduction. A bias of the row side is added once, after it. The vocabulary ops (`embedding`, `lm_head`) are whole by
 definition; a target splits them inside.
 
-A norm over the full width of q or k (Olmo2) gets its statistics reduced as well, which is one more reduction of one number
-per token.
+A norm over the full width of q or k (Olmo2) gets its statistics reduced as well, one number per token.
 
-Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a value
-of the block that is used outside of it, heads or widths that the ranks do not divide.
+Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a
+value of the block that is used outside of it, heads or widths that the ranks do not divide.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxbackend.pass_base import Pass
-from fxbackend.program import Stage, shape_of
+from fxbackend.program import Stage, same_shape
 from fxbackend.rewriter import Rewriter
 
 aten = torch.ops.aten
@@ -44,19 +44,21 @@ class SimplifyViews(Pass):
 
 
 def _simpler(rw: Rewriter, node: fx.Node, inner: fx.Node) -> fx.Node | None:
-    target = node.target
+    target, first = node.target, inner.args[0] if inner.args else None
+    if not isinstance(first, fx.Node):
+        return inner if target is aten.reshape.default and same_shape(inner, node) else None
     if target is aten.transpose.int and inner.target is aten.transpose.int and inner.args[1:] == node.args[1:]:
-        return inner.args[0]  # type: ignore[return-value]
-    if target is aten.squeeze.dim and inner.target is aten.unsqueeze.default and inner.args[1] == node.args[1]:
-        return inner.args[0]  # type: ignore[return-value]
-    if target is aten.unsqueeze.default and inner.target is aten.squeeze.dim and inner.args[1] == node.args[1] \
-            and shape_of(inner.args[0]) == shape_of(node):  # type: ignore[arg-type]
-        return inner.args[0]  # type: ignore[return-value]
-    if target is aten.reshape.default:
-        if shape_of(inner) == shape_of(node):
-            return inner
-        if inner.target in (aten.reshape.default, aten.unsqueeze.default) or (
-                inner.target is aten.squeeze.dim and shape_of(inner) != shape_of(inner.args[0])):  # type: ignore[arg-type]
-            first = inner.args[0]
-            return first if shape_of(first) == shape_of(node) else rw.call(aten.reshape.default, first, node.args[1])  # type: ignore[arg-type, return-value]
+        return first
+    if (
+        {target, inner.target} == {aten.squeeze.dim, aten.unsqueeze.default}
+        and inner.args[1:] == node.args[1:]
+        and same_shape(first, node)
+    ):
+        return first
+    if target is not aten.reshape.default:
+        return None
+    if same_shape(inner, node):
+        return inner
+    if inner.target in (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim):
+        return first if same_shape(first, node) else rw.call(aten.reshape.default, first, node.args[1])
     return None

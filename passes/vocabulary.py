@@ -71,6 +71,7 @@ def _head(rw: Rewriter) -> fx.Node | None:
         pending += node.all_input_nodes
     if len(found) != 1:
         places = ", ".join(f"{node.name} ({module_of(node)})" for node in found) or "none"
-        raise UnsupportedModelError(f"the output has {len(found)} linears behind it ({places}); exactly one must be the "
-                                    "language-model head.")
+        raise UnsupportedModelError(
+            f"the output has {len(found)} linears behind it ({places}); exactly one must be the language-model head."
+        )
     return found[0]

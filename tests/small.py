@@ -21,8 +21,9 @@ class Body(nn.Module):
             self.add_module(name, module)
 
 
-def start(pass_name: str, body: nn.Module, width: int = 8, out_width: int | None = None,
-          dtype: torch.dtype = torch.float32) -> tuple[Program, State]:
+def start(
+    pass_name: str, body: nn.Module, width: int = 8, out_width: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Program, State]:
     """The program of `body` in front of the pass `pass_name`, and the state dict of its model."""
     model = Wrapped(body, width, out_width)
     program = program_of(model, dtype=dtype)

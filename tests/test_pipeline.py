@@ -47,7 +47,9 @@ def program() -> Program:
 
 
 def test_a_pass_behind_one_of_a_later_stage_is_an_error() -> None:
-    with pytest.raises(PipelineError, match="'rms_norm' works on stage SEMANTIC and stands after 'fuse_glu' of stage FUSED"):
+    with pytest.raises(
+        PipelineError, match="'rms_norm' works on stage SEMANTIC and stands after 'fuse_glu' of stage FUSED"
+    ):
         Pipeline((Canonicalize(), FuseGlu(), RmsNorm()))
 
 
@@ -88,7 +90,8 @@ def test_an_error_says_what_had_run(program: Program) -> None:
         pipeline.run(program)
     if hasattr(error.value, "__notes__"):
         assert error.value.__notes__ == [
-            "in pass raises; passes that had run: functionalize, canonicalize, canonicalize_views, drop_batch_axis"]
+            "in pass raises; passes that had run: functionalize, canonicalize, canonicalize_views, drop_batch_axis"
+        ]
 
 
 def test_the_program_that_is_handed_in_is_not_changed(program: Program) -> None:

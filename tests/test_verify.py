@@ -96,9 +96,14 @@ def test_the_output_is_a_row_per_token(program: Program) -> None:
     broken(program, "is not one row of logits per token")
 
 
-@pytest.mark.parametrize(("target", "args"), [
-    (aten.detach.default, ()), (aten.view.default, ([-1, 11],)), (aten.chunk.default, (2,)),
-])
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.detach.default, ()),
+        (aten.view.default, ([-1, 11],)),
+        (aten.chunk.default, (2,)),
+    ],
+)
 def test_canonical_spellings(program: Program, target: Callable[..., object], args: tuple[object, ...]) -> None:
     insert(program, target, program.output(), *args)
     broken(program, "canonicalize must have removed this spelling")

@@ -121,4 +121,7 @@ def test_a_copy_is_independent(plan: WeightPlan) -> None:
 def test_text(plan: WeightPlan) -> None:
     plan.add(plan.stacked("kv", ["k", "v"]))
     plan.replace("kv", shard=Shard(0, (2, 2), (1, 1)))
-    assert str(plan).splitlines()[-2:] == ["kv  [4, 3] float32  <- k ++ v  split dim 0 (2, 2)", "ignored inv_freq: a buffer"]
+    assert str(plan).splitlines()[-2:] == [
+        "kv  [4, 3] float32  <- k ++ v  split dim 0 (2, 2)",
+        "ignored inv_freq: a buffer",
+    ]

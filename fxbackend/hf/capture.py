@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -156,15 +155,12 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
         positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
     tensors = _tensors(model)
     paths = {module: path for path, module in model.named_modules()}
-    accepts = inspect.signature(model.forward).parameters
-    # A forward without position_ids counts for itself; the `positions` pass finds where.
-    takes_positions = "position_ids" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
-
     def forward(ids: torch.Tensor, positions: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
         state = dict(zip(tensors, values, strict=True))
         with _reparametrize_module(model, state, tie_weights=True):
-            given = {"position_ids": positions} if takes_positions else {}
-            result = model(input_ids=ids, use_cache=False, **given)
+            # No position_ids: the model's own default is the truth (RoBERTa counts from pad + 1), and the pass `positions`
+            # finds what counts.
+            result = model(input_ids=ids, use_cache=False)
         if getattr(result, "logits", None) is None:
             raise CaptureError(f"{type(model).__name__} returns no logits ({type(result).__name__}): hand in a model "
                                "with a language-model head, such as a ...ForCausalLM.")

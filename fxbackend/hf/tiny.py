@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +18,23 @@ from fxbackend.hf.facts import causal_class
 
 WINDOW = 5
 _COMMON: dict[str, object] = {
-    "vocab_size": 199, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 199,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-          "sliding_window": WINDOW}
+_MIXED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": WINDOW,
+}
 
 
 def _rope(theta: float, **more: object) -> dict[str, object]:
@@ -37,19 +49,34 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma": {},
     "gemma2": {**_MIXED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 20},
-    "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 20, "rope_parameters": {
-        "sliding_attention": _rope(10.0), "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3}}},
+    "gemma3_text": {
+        **_MIXED,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": _rope(10.0),
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3},
+        },
+    },
     "phi": {"qk_layernorm": True, "rope_parameters": _rope(100.0, partial_rotary_factor=0.5), "hidden_act": "gelu_new"},
     "phi3": {"sliding_window": WINDOW},
     "olmo2": {},
-    "granite": {"embedding_multiplier": 1.7, "logits_scaling": 0.7, "residual_multiplier": 0.4,
-                "attention_multiplier": 0.11, "attention_bias": True},
+    "granite": {
+        "embedding_multiplier": 1.7,
+        "logits_scaling": 0.7,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.11,
+        "attention_bias": True,
+    },
     "cohere": {"logit_scale": 0.4, "use_qk_norm": True, "attention_bias": True},
     "cohere2": {**_MIXED, "logit_scale": 0.4},
     "glm4": {"rope_parameters": _rope(100.0, partial_rotary_factor=0.5), "attention_bias": True},
     "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "layer_types": ["full_attention"] * 3},
     "starcoder2": {"sliding_window": WINDOW, "use_bias": True},
-    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "rope_parameters": _rope(100.0, partial_rotary_factor=0.25)},
+    "stablelm": {
+        "qk_layernorm": True,
+        "use_qkv_bias": True,
+        "rope_parameters": _rope(100.0, partial_rotary_factor=0.25),
+    },
     "gpt_neox": {"rope_parameters": _rope(100.0, partial_rotary_factor=0.25), "attention_bias": True},
 }
 
@@ -59,16 +86,19 @@ def tiny_config(model_type: str, **changes: object) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **{**_COMMON, **FAMILIES[model_type], **changes})
 
 
-def tiny_model(model_type: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> PreTrainedModel:
+def tiny_model(
+    model_type: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
+) -> PreTrainedModel:
     """A tiny model on eager attention, every parameter random; the same for the same seed."""
     config = tiny_config(model_type, **changes)
-    model = causal_class(config)._from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    model_class: Any = causal_class(config)
+    model = model_class._from_config(config, attn_implementation="eager", dtype=dtype).eval()
     randomise(model, seed)
     return model
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Random values for all parameters, such that attention is far from uniform and logits are of the order of 1 to 10."""
+    """Random values for all parameters: attention far from uniform, logits of the order of 1 to 10."""
     generator = torch.Generator().manual_seed(seed)
     done: set[int] = set()
     for path, module in model.named_modules():
@@ -95,7 +125,7 @@ def _scaled(noise: torch.Tensor, path: str, module: nn.Module) -> torch.Tensor:
 
 def save_tiny(model_type: str, directory: str | Path, seed: int = 0, **changes: object) -> PreTrainedModel:
     """Saves a tiny model (config and safetensors, no tokenizer) and returns it."""
-    model = tiny_model(model_type, seed, **changes)  # type: ignore[arg-type]
+    model = tiny_model(model_type, seed, **changes)  # type: ignore[arg-type]  # none of them is the dtype
     model.save_pretrained(str(directory))
     return model
 

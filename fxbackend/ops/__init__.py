@@ -9,7 +9,25 @@ from fxbackend.ops.registry import OPS, DialectOp, dialect_op, is_dialect
 from fxbackend.ops.rotary import rope, rope_qk
 
 __all__ = [
-    "ACTIVATIONS", "OPS", "DialectOp", "add_rms_norm", "all_gather", "all_reduce", "attention", "attention_mask",
-    "dialect_op", "embedding", "glu", "hf_attention", "is_dialect", "linear", "lm_head", "qkv", "rms_norm", "rope",
-    "rope_qk", "sequences", "stage_cut",
+    "ACTIVATIONS",
+    "OPS",
+    "DialectOp",
+    "add_rms_norm",
+    "all_gather",
+    "all_reduce",
+    "attention",
+    "attention_mask",
+    "dialect_op",
+    "embedding",
+    "glu",
+    "hf_attention",
+    "is_dialect",
+    "linear",
+    "lm_head",
+    "qkv",
+    "rms_norm",
+    "rope",
+    "rope_qk",
+    "sequences",
+    "stage_cut",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Optional
 
 import torch
 
@@ -25,18 +24,30 @@ def sequences(lengths: tuple[int, ...]) -> Iterator[None]:
 
 
 def _attention_shape(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Optional[torch.Tensor],
-    scale: float, window: int, softcap: float, alibi: Optional[torch.Tensor] = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
 @dialect_op(shape=_attention_shape)
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Optional[torch.Tensor],
-    scale: float, window: int, softcap: float, alibi: Optional[torch.Tensor] = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`y = softmax(cap(scale q k^T) + causal mask) v`: q `[T, Hq, D]`, k `[T, Hkv, D]`, v `[T, Hkv, Dv]` -> `[T, Hq, Dv]`.
+    """`y = softmax(cap(scale q k^T) + causal mask) v`: q `[T, Hq, D]`, k `[T, H, D]`, v `[T, H, Dv]` -> `[T, Hq, Dv]`.
 
     `window` w > 0 lets a token see itself and the w - 1 before it, 0 sees all before it; `softcap` c > 0 replaces the
     scores s by c tanh(s / c); `sinks` `[Hq]` adds one more score per head to the denominator (GPT-OSS);
@@ -53,8 +64,14 @@ def attention(
 
 
 def _one_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    scale: float, window: int, softcap: float, alibi: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi: torch.Tensor | None,
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

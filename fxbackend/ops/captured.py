@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 
 from fxbackend.ops.registry import dialect_op
 
 
 def _hf_attention_shape(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
-    scale: float, softcap: float, window: int, layer: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    layer: str,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 @dialect_op(shape=_hf_attention_shape)
 def hf_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Optional[torch.Tensor], sinks: Optional[torch.Tensor],
-    scale: float, softcap: float, window: int, layer: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    layer: str,
 ) -> torch.Tensor:
     """`y = softmax(cap(scale q k^T) + mask) v`, as called through Transformers' attention interface.
 

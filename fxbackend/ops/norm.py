@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 
 from fxbackend.ops.registry import dialect_op
 
 
-def _rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str) -> torch.Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -20,20 +18,18 @@ def _rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offse
     return (normed * scale).to(x.dtype)
 
 
-def _rms_norm_shape(
-    x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str
-) -> torch.Tensor:
+def _rms_norm_shape(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 def _add_rms_norm_shape(
-    x: torch.Tensor, residual: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
 @dialect_op(shape=_rms_norm_shape)
-def rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str) -> torch.Tensor:
     """`y = x / sqrt(mean(x^2) + eps) * (offset + weight)`: x `[..., W]`, weight `[W]` or None -> `[..., W]`.
 
     Statistics are float32. `cast="before"` casts to x's dtype before the multiplication (Llama), `"after"` multiplies
@@ -44,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset
 
 @dialect_op(shape=_add_rms_norm_shape)
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: Optional[torch.Tensor], eps: float, offset: float, cast: str
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, cast: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`s = x + residual; y = rms_norm(s)`: both `[T, W]` -> `(y, s)`, each `[T, W]`."""
     total = x + residual

@@ -1,15 +1,15 @@
-"""Projections: embedding, linear, stacked q/k/v, gated unit, language-model head. Tokens come first: `[tokens, width]`."""
+"""Projections: embedding, linear, stacked q/k/v, gated unit, language-model head. Values are `[tokens, width]`."""
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from fxbackend.ops.registry import dialect_op
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -23,14 +23,14 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @dialect_op()
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`y = x @ weight.T + bias`: x `[T, I]`, weight `[O, I]`, bias `[O]` or None -> `[T, O]`."""
     return F.linear(x, weight, bias)
 
 
 @dialect_op()
 def qkv(
-    x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], q_size: int, k_size: int, v_size: int
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, q_size: int, k_size: int, v_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`q, k, v = split(x @ weight.T + bias)`: x `[T, I]`, weight `[q + k + v, I]` -> `[T, q]`, `[T, k]`, `[T, v]`."""
     q, k, v = F.linear(x, weight, bias).split([q_size, k_size, v_size], -1)
@@ -45,7 +45,7 @@ def glu(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 @dialect_op()
-def lm_head(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+def lm_head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`y = x @ weight.T + bias` over the vocabulary: x `[N, W]`, weight `[V, W]` -> `[N, V]`.
 
     It and what follows is computed for sampled rows only, on all ranks' vocabulary.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -124,3 +125,107 @@ def reference(directory: str) -> Any:
 def tokens(directory: str, count: int = 8, **changes: object) -> list[list[int]]:
     """Greedy tokens of the prompts."""
     return generate(start(directory, **changes), PROMPTS, count, everything=False).tokens
+
+
+@dataclass
+class Compiled:
+    """A compiled engine: tokens, log-probabilities, and what the compilers counted."""
+
+    tokens: list[list[int]]
+    logprobs: list[torch.Tensor]
+    key: str
+    graphs: int
+    breaks: int
+    saved: int
+    loaded: int
+
+
+def compiled(directory: str, without: str | None = None, **changes: object) -> Compiled:
+    """Runs compiled, with the default pipeline or that without one pass."""
+    from vllm.compilation.counter import compilation_counter as counter
+
+    with pipeline_without(without):
+        llm = start(directory, enforce_eager=False, **changes)
+    counts = torch._dynamo.utils.counters
+    graphs = counts["stats"]["unique_graphs"]  # after the warm-up; the kernel that ranks log-probabilities comes later
+    done = generate(llm, PROMPTS)
+    return Compiled(done.tokens, done.logprobs, key(llm), graphs, len(counts["graph_break"]),
+                    counter.num_aot_artifacts_saved, counter.num_aot_artifacts_loaded)
+
+
+@contextmanager
+def pipeline_without(name: str | None) -> Iterator[None]:
+    """The engine converts without one pass."""
+    from fxbackend.pipelines import default_pipeline
+    from fxbackend.targets.vllm import model
+
+    before = model.default_pipeline
+    model.default_pipeline = lambda: default_pipeline() if name is None else default_pipeline().without(name)
+    try:
+        yield
+    finally:
+        model.default_pipeline = before
+
+
+def key(llm: LLM) -> str:
+    """What vLLM's cache of compiled code would call this engine."""
+    from vllm.compilation.caching import aot_compile_hash_factors
+
+    return str(aot_compile_hash_factors(llm.llm_engine.vllm_config))
+
+
+def key_of(directory: str, without: str | None = None) -> str:
+    """The same, without compiling."""
+    with pipeline_without(without):
+        return key(start(directory))
+
+
+def served_by(directory: str, without: str | None = None, **changes: object) -> tuple[str, str, list[list[int]]]:
+    """Name and module of the class that serves a directory, and greedy tokens."""
+    with pipeline_without(without):
+        llm = start(directory, **changes)
+    name, module = llm.apply_model(name_of)[0]
+    return name, module, generate(llm, PROMPTS, everything=False).tokens
+
+
+def name_of(model: Any) -> tuple[str, str]:
+    """Of a model's class."""
+    return type(model).__name__, type(model).__module__
+
+
+def error_of(directory: str, without: str | None = None, **changes: object) -> str:
+    """What the start of an engine raises."""
+    try:
+        served_by(directory, without, **changes)
+    except Exception as error:
+        causes = []
+        cause: BaseException | None = error
+        while cause is not None:
+            causes.append(f"{type(cause).__name__}: {cause}")
+            cause = cause.__cause__ or cause.__context__
+        return "\n".join(causes)
+    return "no error"
+
+
+def own_class(**changes: object) -> float:
+    """A user's class that is in no hub, through `Converted.to_vllm`: the worst difference of log-probabilities."""
+    import fxbackend
+    from tests import own_model
+
+    model = own_model.OwnForCausalLM(own_model.OwnConfig(head_dim=32, hidden_size=128, max_position_embeddings=LENGTH))
+    tiny.randomise(model.eval())
+    arguments = {name: value for name, value in ENGINE.items() if name != "model_impl"}
+    torch._dynamo.config.disable = True
+    done = generate(fxbackend.convert(model).to_vllm(**{**arguments, **changes}), PROMPTS)
+    worst = 0.0
+    for prompt, tokens, rows in zip(PROMPTS, done.tokens, done.logprobs, strict=True):
+        expected = tiny.hf_logits(model, torch.tensor(prompt + tokens)).log_softmax(-1)[:-1]
+        worst = max(worst, float((expected - rows).abs().max()))
+    return worst
+
+
+def saved(source: str, directory: str) -> None:
+    """Converts a directory and saves the program."""
+    import fxbackend
+
+    fxbackend.convert(source, max_model_len=LENGTH).save(directory)

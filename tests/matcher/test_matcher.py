@@ -15,10 +15,10 @@ from fxbackend.matcher import Match, Miss, candidates, match
 from fxbackend.pass_base import PatternPass, Refuse
 from fxbackend.pattern import Expression, cast, items, keep, number, op, rsqrt, shared, slot, var
 from fxbackend.pipeline import Pipeline
+from fxbackend.pipelines import default_pipeline
 from fxbackend.program import Program, Stage
 from fxbackend.rewriter import Rewriter
 from fxbackend.testing import Wrapped, before, program_of
-from fxbackend.pipelines import default_pipeline
 
 aten = torch.ops.aten
 X, Y = var("x"), var("y")
@@ -37,7 +37,9 @@ class Body(nn.Module):
         return self.function(x, self.weight)
 
 
-def canonical(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32) -> Program:
+def canonical(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32
+) -> Program:
     program = program_of(Wrapped(Body(function), 8), dtype=dtype)
     return before(default_pipeline(), "position_tables", program)
 
@@ -49,7 +51,9 @@ def last(program: Program) -> fx.Node:
     return head.args[0]  # type: ignore[return-value]
 
 
-def found(pattern: Expression, function: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32) -> Match | Miss | None:
+def found(
+    pattern: Expression, function: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float32
+) -> Match | Miss | None:
     return match({"pattern": pattern}, last(canonical(function, dtype)))
 
 
@@ -95,7 +99,9 @@ def test_a_cast_is_invisible_only_where_cast_is_written() -> None:
     assert isinstance(result, Match)
     # The larger match: x is the value before its cast.
     assert result.node("x").meta["val"].dtype == torch.bfloat16
-    assert isinstance(found(op(aten.sin.default, cast(op(aten.exp.default, cast(X)))), lambda x, w: x.exp().sin()), Match)
+    assert isinstance(
+        found(op(aten.sin.default, cast(op(aten.exp.default, cast(X)))), lambda x, w: x.exp().sin()), Match
+    )
 
 
 def test_kinds_of_captures() -> None:
@@ -148,10 +154,15 @@ def test_kept_values_may_be_seen_and_shared_ones_stay() -> None:
 
 def test_the_first_variant_wins() -> None:
     program = canonical(lambda x, w: x.exp().sin())
-    result = match({"long": op(aten.sin.default, op(aten.exp.default, X)), "short": op(aten.sin.default, X)}, last(program))
+    result = match(
+        {"long": op(aten.sin.default, op(aten.exp.default, X)), "short": op(aten.sin.default, X)}, last(program)
+    )
     assert isinstance(result, Match) and result.pattern == "long"
-    every = [each.pattern for each in candidates({"short": op(aten.sin.default, X), "any": op(aten.sin.default, Y)}, last(program))
-             if isinstance(each, Match)]
+    every = [
+        each.pattern
+        for each in candidates({"short": op(aten.sin.default, X), "any": op(aten.sin.default, Y)}, last(program))
+        if isinstance(each, Match)
+    ]
     assert every == ["short", "any"]
 
 
@@ -187,7 +198,9 @@ class Double(PatternPass):
 
 def test_a_capture_that_is_neither_used_nor_proved_away_is_an_error() -> None:
     program = canonical(lambda x, w: (x * 2).exp())
-    with pytest.raises(MatchError, match=r"double: captures \['x'\] of pattern 'double' were neither used nor proved away"):
+    with pytest.raises(
+        MatchError, match=r"double: captures \['x'\] of pattern 'double' were neither used nor proved away"
+    ):
         Pipeline((Double("drops x"),)).run(program)
 
 
@@ -227,8 +240,10 @@ def test_a_check_that_refuses_one_way_lets_the_next_be_tried() -> None:
 def test_near_misses_are_ranked() -> None:
     class Long(Double):
         def patterns(self) -> Mapping[str, Expression]:
-            return {"long": op(aten.exp.default, op(aten.sin.default, op(aten.cos.default, op(aten.abs.default, X) * 2)))}
+            return {
+                "long": op(aten.exp.default, op(aten.sin.default, op(aten.cos.default, op(aten.abs.default, X) * 2)))
+            }
 
-    program = canonical(lambda x, w: (x.cos().sin().exp() * (x * 2).cos().sin().exp() * x.cos().sin()))
+    program = canonical(lambda x, w: x.cos().sin().exp() * (x * 2).cos().sin().exp() * x.cos().sin())
     misses = Pipeline((Long(),)).run(program).history[-1].near_misses
     assert ["aten.abs.default" in miss.reason for miss in misses] == [True, False]

@@ -93,26 +93,51 @@ def check_counts(program: Program, model_type: str, layers: int) -> None:
     assert counts["fuse_add_rms_norm"] == (layer.add_norms * layers if layer.add_norms else int(model_type == "olmo2"))
 
 
-@pytest.mark.parametrize(("model_type", "changes"), [
-    ("llama", {"tie_word_embeddings": True, "attention_bias": False}),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
-                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                                   "original_max_position_embeddings": 16}}),
-    ("llama", {"head_dim": 48, "num_key_value_heads": 1}),
-    ("gemma", {"hidden_activation": "gelu"}),
-    ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
-    ("phi", {"qk_layernorm": False}),
-    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.5}}),
-    ("cohere", {"use_qk_norm": False, "tie_word_embeddings": False}),
-    ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
-    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
-    ("starcoder2", {"tie_word_embeddings": False, "sliding_window": None}),
-])
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True, "attention_bias": False}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+        ),
+        ("llama", {"head_dim": 48, "num_key_value_heads": 1}),
+        ("gemma", {"hidden_activation": "gelu"}),
+        ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+        ("phi", {"qk_layernorm": False}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.5}}),
+        ("cohere", {"use_qk_norm": False, "tie_word_embeddings": False}),
+        ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
+        ("starcoder2", {"tie_word_embeddings": False, "sliding_window": None}),
+    ],
+)
 def test_variants(model_type: str, changes: dict[str, object]) -> None:
     model = tiny_model(model_type, **changes)
     ids = prompt(model)
-    torch.testing.assert_close(flat_logits(fuse(model), model, ids, (LENGTH,)), hf_logits(model, ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        flat_logits(fuse(model), model, ids, (LENGTH,)), hf_logits(model, ids), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "olmo2", "qwen3", "cohere", "granite"])

@@ -25,15 +25,25 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scale: float,
-                    window: int, softcap: float, lengths: tuple[int, ...]) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    lengths: tuple[int, ...],
+) -> torch.Tensor:
     """Token by token, head by head."""
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2])
     ratio, start = q.shape[1] // k.shape[1], 0
     for length in lengths:
         for token, head in itertools.product(range(start, start + length), range(q.shape[1])):
             first = max(start, token - window + 1) if window else start
-            scores = torch.tensor([float(q[token, head] @ k[other, head // ratio]) * scale for other in range(first, token + 1)])
+            scores = torch.tensor(
+                [float(q[token, head] @ k[other, head // ratio]) * scale for other in range(first, token + 1)]
+            )
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             powers = scores.exp()
@@ -66,7 +76,10 @@ def test_attention_is_torchs_own(window: int) -> None:
 
 
 def test_sequences_must_fill_the_row() -> None:
-    with sequences((3, 3)), pytest.raises(ValueError, match=r"sequences of \(3, 3\) tokens do not fill a row of 9 tokens"):
+    with (
+        sequences((3, 3)),
+        pytest.raises(ValueError, match=r"sequences of \(3, 3\) tokens do not fill a row of 9 tokens"),
+    ):
         dialect.attention(rand(9, 1, 2), rand(9, 1, 2), rand(9, 1, 2), None, 1.0, 0, 0.0)
 
 
@@ -137,11 +150,14 @@ def test_qkv_is_three_linears() -> None:
         close(part, dialect.linear(x, weight[start : start + size], bias[start : start + size]))
 
 
-@pytest.mark.parametrize(("activation", "function"), [
-    ("silu", lambda x: x / (1 + (-x).exp())),
-    ("gelu", lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5))),
-    ("gelu_tanh", lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))),
-])
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [
+        ("silu", lambda x: x / (1 + (-x).exp())),
+        ("gelu", lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5))),
+        ("gelu_tanh", lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))),
+    ],
+)
 def test_glu_has_its_gate_first(activation: str, function: object) -> None:
     x = rand(5, 12)
     close(dialect.glu(x, activation), function(x[:, :6]) * x[:, 6:])  # type: ignore[operator]
@@ -176,7 +192,9 @@ def test_rope_turns_complex_numbers(interleaved: bool, width: int) -> None:
 
 def test_rope_sums_in_the_wider_dtype() -> None:
     x, positions = rand(5, 3, 8).bfloat16(), torch.arange(5)
-    table = torch.cat(((torch.arange(5)[:, None] * torch.ones(4)).cos(), (torch.arange(5)[:, None] * torch.ones(4)).sin()), -1)
+    table = torch.cat(
+        ((torch.arange(5)[:, None] * torch.ones(4)).cos(), (torch.arange(5)[:, None] * torch.ones(4)).sin()), -1
+    )
     found = dialect.rope(x, positions, table, False)
     assert torch.equal(found, dialect.rope(x.float(), positions, table, False).bfloat16())
     assert not torch.equal(found, dialect.rope(x, positions, table.bfloat16(), False))
@@ -229,5 +247,8 @@ def test_shape_rule_and_purity(name: str) -> None:
     for found, expected in zip(*((each if isinstance(each, tuple) else (each,)) for each in (fake, real)), strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         # A functional op gives values of their own: no result is a view of an operand.
-        assert all(expected.untyped_storage()._cdata != arg.untyped_storage()._cdata
-                   for arg in args if isinstance(arg, torch.Tensor))
+        assert all(
+            expected.untyped_storage()._cdata != arg.untyped_storage()._cdata
+            for arg in args
+            if isinstance(arg, torch.Tensor)
+        )

@@ -28,14 +28,17 @@ class Called(SelfAttention):
         return torch.ops.fxbackend.hf_attention(q, k, v, mask, self.sinks, 0.5, self.softcap, self.window, "body.attn")
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    ({}, (0.5, 0, 0.0)),
-    ({"mask": None}, (0.5, 0, 0.0)),
-    ({"mask": None, "window": 3}, (0.5, 3, 0.0)),
-    ({"mask": ("sliding", 3)}, (0.5, 3, 0.0)),
-    ({"mask": ("sliding", 3), "window": 3, "softcap": 2.0}, (0.5, 3, 2.0)),
-    ({"window": 32}, (0.5, 0, 0.0)),  # as long as the longest sequence: it hides nothing
-])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0.5, 0, 0.0)),
+        ({"mask": None}, (0.5, 0, 0.0)),
+        ({"mask": None, "window": 3}, (0.5, 3, 0.0)),
+        ({"mask": ("sliding", 3)}, (0.5, 3, 0.0)),
+        ({"mask": ("sliding", 3), "window": 3, "softcap": 2.0}, (0.5, 3, 2.0)),
+        ({"window": 32}, (0.5, 0, 0.0)),  # as long as the longest sequence: it hides nothing
+    ],
+)
 def test_scale_window_and_cap(options: dict[str, object], expected: tuple[float, int, float]) -> None:
     program, state = start("attention", Called(**options))  # type: ignore[arg-type]
     after = check_pass(program, Attention(), state, matches=1, tolerance=0.0)
@@ -53,7 +56,12 @@ def test_sinks() -> None:
 
 def test_golden() -> None:
     program, state = start("attention", Called(mask=("sliding", 3)))
-    check_pass(program, Attention(), state, matches=1, golden="""
+    check_pass(
+        program,
+        Attention(),
+        state,
+        matches=1,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -89,7 +97,8 @@ def test_golden() -> None:
         v30: f32[T, 8] = aten.linear(v29, body.o_proj.weight)
         v31: f32[T, 11] = aten.linear(v30, head.weight)
         return v31
-    """)
+    """,
+    )
 
 
 def test_a_layer_that_runs_twice_is_two_attentions() -> None:
@@ -124,13 +133,16 @@ class OtherWidth(Called):
         return torch.ops.fxbackend.hf_attention(q, k[..., :2], v, None, None, 0.5, 0.0, -1, "body.attn")
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    (lambda: Called(window=3), "sliding_window=3 and a causal mask"),
-    (lambda: Called(mask=("sliding", 3), window=4), r"sliding_window=4 and a mask of sliding\(3\)"),
-    (OwnMask, "masks made by the model itself are not supported yet"),
-    (OtherLength, "only attention of a row to itself is supported"),
-    (OtherWidth, "do not fit together"),
-])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda: Called(window=3), "sliding_window=3 and a causal mask"),
+        (lambda: Called(mask=("sliding", 3), window=4), r"sliding_window=4 and a mask of sliding\(3\)"),
+        (OwnMask, "masks made by the model itself are not supported yet"),
+        (OtherLength, "only attention of a row to itself is supported"),
+        (OtherWidth, "do not fit together"),
+    ],
+)
 def test_what_has_no_meaning_in_a_target_is_an_error(body: type[Called], message: str) -> None:
     program, _state = start("attention", body())
     with pytest.raises(UnsupportedModelError, match=message):

@@ -29,7 +29,12 @@ class NoOps(nn.Module):
 
 def test_golden() -> None:
     program, state = start("canonicalize", NoOps())
-    check_pass(program, Canonicalize(), state, matches=13, golden="""
+    check_pass(
+        program,
+        Canonicalize(),
+        state,
+        matches=13,
+        golden="""
         input_ids: i64[1, T] = input
         positions: i64[1, T] = input
         v0: f32[1, T, 8] = aten.embedding(embed.weight, input_ids)
@@ -42,13 +47,21 @@ def test_golden() -> None:
         v7: f32[1, T, 8] = aten.mul.Tensor(v6, v0)
         v8: f32[1, T, 11] = aten.linear(v7, head.weight)
         return v8
-    """)
+    """,
+    )
 
 
-@pytest.mark.parametrize("cast", [
-    lambda x: x.float(), lambda x: x.to(torch.float32), lambda x: x.type(torch.float32),
-    lambda x: x.to(dtype=torch.float32, device="cpu"), lambda x: x.type_as(torch.empty(0, dtype=torch.float32, device="cpu")),
-], ids=["float", "to", "type", "to device", "type_as"])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda x: x.float(),
+        lambda x: x.to(torch.float32),
+        lambda x: x.type(torch.float32),
+        lambda x: x.to(dtype=torch.float32, device="cpu"),
+        lambda x: x.type_as(torch.empty(0, dtype=torch.float32, device="cpu")),
+    ],
+    ids=["float", "to", "type", "to device", "type_as"],
+)
 def test_casts_have_one_spelling(cast: object) -> None:
     class Casts(nn.Module):
         def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

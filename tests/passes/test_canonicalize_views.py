@@ -30,23 +30,26 @@ class Views(nn.Module):
 TAIL = ["reshape.default", "sum.dim_IntList", "add.Tensor", "linear.default"]
 
 
-@pytest.mark.parametrize(("function", "calls"), [
-    (lambda x: x.view(1, -1, 8), ["reshape.default"]),
-    (lambda x: x.flatten(2), ["reshape.default"]),
-    (lambda x: x.reshape(x.shape), []),
-    (lambda x: x[..., :4], []),
-    (lambda x: x[..., -3:], ["slice.Tensor"]),
-    (lambda x: x[:, :, :, 1:100:2], ["slice.Tensor"]),
-    (lambda x: x[..., -1], ["slice.Tensor", "squeeze.dim"]),
-    (lambda x: x.chunk(2, -1)[1], ["slice.Tensor"]),
-    (lambda x: x.split([1, 3], -1)[1], ["slice.Tensor"]),
-    (lambda x: x.split(3, -1)[1], ["slice.Tensor"]),
-    (lambda x: x.unbind(2)[1], ["slice.Tensor", "squeeze.dim"]),
-    (lambda x: x.permute(0, 2, 1, 3), ["transpose.int"]),
-    (lambda x: x.permute(0, 1, 2, 3), []),
-    (lambda x: torch.cat((x, x[..., 4:]), -1), []),
-    (lambda x: torch.cat((x, x), -1), ["cat.default"]),
-])
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (lambda x: x.view(1, -1, 8), ["reshape.default"]),
+        (lambda x: x.flatten(2), ["reshape.default"]),
+        (lambda x: x.reshape(x.shape), []),
+        (lambda x: x[..., :4], []),
+        (lambda x: x[..., -3:], ["slice.Tensor"]),
+        (lambda x: x[:, :, :, 1:100:2], ["slice.Tensor"]),
+        (lambda x: x[..., -1], ["slice.Tensor", "squeeze.dim"]),
+        (lambda x: x.chunk(2, -1)[1], ["slice.Tensor"]),
+        (lambda x: x.split([1, 3], -1)[1], ["slice.Tensor"]),
+        (lambda x: x.split(3, -1)[1], ["slice.Tensor"]),
+        (lambda x: x.unbind(2)[1], ["slice.Tensor", "squeeze.dim"]),
+        (lambda x: x.permute(0, 2, 1, 3), ["transpose.int"]),
+        (lambda x: x.permute(0, 1, 2, 3), []),
+        (lambda x: torch.cat((x, x[..., 4:]), -1), []),
+        (lambda x: torch.cat((x, x), -1), ["cat.default"]),
+    ],
+)
 def test_one_spelling(function: View, calls: list[str]) -> None:
     program, state = start("canonicalize_views", Views(function))
     after = check_pass(program, CanonicalizeViews(), state, matches=None)
@@ -56,7 +59,12 @@ def test_one_spelling(function: View, calls: list[str]) -> None:
 
 def test_golden() -> None:
     program, state = start("canonicalize_views", Views(lambda x: torch.stack(x.chunk(2, -1)).sum(0)))
-    check_pass(program, CanonicalizeViews(), state, matches=3, golden="""
+    check_pass(
+        program,
+        CanonicalizeViews(),
+        state,
+        matches=3,
+        golden="""
         input_ids: i64[1, T] = input
         positions: i64[1, T] = input
         v0: T = aten.sym_size.int(input_ids, 1)
@@ -71,7 +79,8 @@ def test_golden() -> None:
         v9: f32[1, T, 8] = aten.add.Tensor(v8, v1)
         v10: f32[1, T, 11] = aten.linear(v9, head.weight)
         return v10
-    """)
+    """,
+    )
 
 
 def test_sizes_name_the_number_of_tokens() -> None:

@@ -30,7 +30,12 @@ class Body(nn.Module):
 def test_golden() -> None:
     program, state = start("drop_batch_axis", SelfAttention())
     # The attention has no rule: it keeps its axis between an unsqueeze and a squeeze.
-    check_pass(program, DropBatchAxis(), state, matches=37, golden="""
+    check_pass(
+        program,
+        DropBatchAxis(),
+        state,
+        matches=37,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -77,7 +82,8 @@ def test_golden() -> None:
         v41: f32[T, 8] = aten.linear(v40, body.o_proj.weight)
         v42: f32[T, 11] = aten.linear(v41, head.weight)
         return v42
-    """)
+    """,
+    )
 
 
 RULES = {
@@ -97,7 +103,9 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name: str) -> None:
     program, state = start("drop_batch_axis", Body(RULES[name]))
-    after = check_pass(program, DropBatchAxis(), state, matches=len(program.calls(*{n.target for n in program.graph.nodes})))
+    after = check_pass(
+        program, DropBatchAxis(), state, matches=len(program.calls(*{n.target for n in program.graph.nodes}))
+    )
     assert not [node for node in after.calls(aten.unsqueeze.default, aten.squeeze.dim) if node.args[1] == 0]
 
 
@@ -114,5 +122,10 @@ WITHOUT = {
 @pytest.mark.parametrize("name", WITHOUT)
 def test_an_op_without_a_rule_gets_its_axis_back(name: str) -> None:
     program, state = start("drop_batch_axis", Body(WITHOUT[name]))
-    check_pass(program, DropBatchAxis(), state, matches=len(program.calls(*{n.target for n in program.graph.nodes})),
-               tolerance=1e-3)
+    check_pass(
+        program,
+        DropBatchAxis(),
+        state,
+        matches=len(program.calls(*{n.target for n in program.graph.nodes})),
+        tolerance=1e-3,
+    )

@@ -26,7 +26,12 @@ class InPlace(nn.Module):
 
 def test_golden() -> None:
     program, state = start("functionalize", InPlace())
-    check_pass(program, Functionalize(), state, matches=3, golden="""
+    check_pass(
+        program,
+        Functionalize(),
+        state,
+        matches=3,
+        golden="""
         input_ids: i64[1, T] = input
         positions: i64[1, T] = input
         v0: f32[1, T, 8] = aten.embedding(embed.weight, input_ids)
@@ -38,7 +43,8 @@ def test_golden() -> None:
         v6: f32[1, T, 8] = aten.mul.Tensor(v5, v2)
         v7: f32[1, T, 11] = aten.linear(v6, head.weight)
         return v7
-    """)
+    """,
+    )
 
 
 def test_the_dtype_of_the_written_value_stays() -> None:
@@ -93,11 +99,14 @@ class EarlierView(nn.Module):
         return torch.cat((view, view), -1)
 
 
-@pytest.mark.parametrize(("body", "reason"), [
-    (WritesThroughView, "shares the memory that it writes to and is read later"),
-    (WritesToWeight, "it writes to body.seen"),
-    (EarlierView, "shares the memory that it writes to and is read later"),
-])
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (WritesThroughView, "shares the memory that it writes to and is read later"),
+        (WritesToWeight, "it writes to body.seen"),
+        (EarlierView, "shares the memory that it writes to and is read later"),
+    ],
+)
 def test_refusals(body: type[nn.Module], reason: str) -> None:
     model = Wrapped(body(), 8)
     program = program_of(model)

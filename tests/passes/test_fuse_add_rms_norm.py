@@ -26,7 +26,12 @@ class Residual(nn.Module):
 
 def test_the_sum_is_a_second_result() -> None:
     program, state = start("fuse_add_rms_norm", Residual())
-    check_pass(program, FuseAddRmsNorm(), state, matches=1, golden="""
+    check_pass(
+        program,
+        FuseAddRmsNorm(),
+        state,
+        matches=1,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: f32[T, 8] = fxbackend.embedding(input_ids, embed.weight)
@@ -38,7 +43,8 @@ def test_the_sum_is_a_second_result() -> None:
         v6: f32[T, 8] = aten.add.Tensor(v4, v5)
         v7: f32[T, 11] = fxbackend.lm_head(v6, head.weight, None)
         return v7
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -19,13 +19,21 @@ def test_separate_projections(bias: bool) -> None:
     after = check_pass(program, FuseQkv(), state, matches=1)
     slot = after.weights.slots["body.qkv_proj.weight"]
     assert slot.sections == (8, 4, 4) and [piece.source for piece in slot.pieces] == [
-        "body.q_proj.weight", "body.k_proj.weight", "body.v_proj.weight"]
+        "body.q_proj.weight",
+        "body.k_proj.weight",
+        "body.v_proj.weight",
+    ]
     assert ("body.qkv_proj.bias" in after.weights.slots) is bias
 
 
 def test_golden() -> None:
     program, state = start("fuse_qkv", SelfAttention(bias=True))
-    check_pass(program, FuseQkv(), state, matches=1, golden="""
+    check_pass(
+        program,
+        FuseQkv(),
+        state,
+        matches=1,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -44,7 +52,8 @@ def test_golden() -> None:
         v13: f32[T, 8] = fxbackend.linear(v12, body.o_proj.weight, None)
         v14: f32[T, 11] = fxbackend.lm_head(v13, head.weight, None)
         return v14
-    """)
+    """,
+    )
 
 
 class Packed(SelfAttention):
@@ -64,7 +73,10 @@ def test_packed_projection() -> None:
     program, state = start("fuse_qkv", Packed())
     after = check_pass(program, FuseQkv(), state, matches=1)
     assert [str(piece) for piece in after.weights.slots["body.qkv.weight"].pieces] == [
-        "body.qkv.weight[0:8]", "body.qkv.weight[8:12]", "body.qkv.weight[12:16]"]
+        "body.qkv.weight[0:8]",
+        "body.qkv.weight[8:12]",
+        "body.qkv.weight[12:16]",
+    ]
     assert after.weights.slots["body.qkv.bias"].sections == (8, 4, 4)
 
 
@@ -149,16 +161,20 @@ class TwoPacked(Packed):
         return self.qkv(x)[..., :8], packed[..., :4], packed[..., 4:]
 
 
-@pytest.mark.parametrize(("form", "reason"), [
-    (OtherInput, "projections of different values"),
-    (HalfBias, "some of q, k and v have a bias"),
-    (SharedWeight, "is read elsewhere as well"),
-    (KeyIsValue, "come from one linear"),
-    (Gated, "v of this attention does not come from one linear"),
-    (NoProjection, "v of this attention does not come from one linear"),
-    (PackedOutOfOrder, "not the first, second and third part"),
-    (TwoPacked, "parts of different linears"),
-], ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (OtherInput, "projections of different values"),
+        (HalfBias, "some of q, k and v have a bias"),
+        (SharedWeight, "is read elsewhere as well"),
+        (KeyIsValue, "come from one linear"),
+        (Gated, "v of this attention does not come from one linear"),
+        (NoProjection, "v of this attention does not come from one linear"),
+        (PackedOutOfOrder, "not the first, second and third part"),
+        (TwoPacked, "parts of different linears"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
 def test_refusals(form: type[SelfAttention], reason: str) -> None:
     program, state = start("fuse_qkv", form())
     check_pass(program, FuseQkv(), state, matches=0, refusals=[reason])

@@ -11,7 +11,13 @@ from tests.small import Angles, SelfAttention, rotate_half, start
 
 def test_golden() -> None:
     program, state = start("fuse_rope", SelfAttention())
-    check_pass(program, FuseRope(), state, matches=1, tolerance=0.0, golden="""
+    check_pass(
+        program,
+        FuseRope(),
+        state,
+        matches=1,
+        tolerance=0.0,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -31,12 +37,15 @@ def test_golden() -> None:
         v14: f32[T, 8] = fxbackend.linear(v13, body.o_proj.weight, None)
         v15: f32[T, 11] = fxbackend.lm_head(v14, head.weight, None)
         return v15
-    """)
+    """,
+    )
 
 
 def test_an_attention_without_rope_is_left() -> None:
     class NoRope(SelfAttention):
-        def rotate(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def rotate(
+            self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             return q, k
 
     program, state = start("fuse_rope", NoRope())
@@ -49,7 +58,9 @@ def test_refuses_different_tables() -> None:
             super().__init__()
             self.others = Angles(4, base=50.0)
 
-        def rotate(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def rotate(
+            self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             cos, sin = (each.unsqueeze(1) for each in self.others(q, positions))
             return super().rotate(q, k, positions)[0], k * cos + rotate_half(k) * sin
 

@@ -39,7 +39,12 @@ def test_two_dimensions(bias: bool) -> None:
 
 def test_golden_per_head() -> None:
     program, state = start("linear", PerHead(True, 4))
-    check_pass(program, Linear(), state, matches=2, golden="""
+    check_pass(
+        program,
+        Linear(),
+        state,
+        matches=2,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -51,7 +56,8 @@ def test_golden_per_head() -> None:
         v6: f32[T, 8] = aten.reshape(v5, [v0, 8])
         v7: f32[T, 11] = fxbackend.linear(v6, head.weight, None)
         return v7
-    """)
+    """,
+    )
 
 
 def test_a_computed_weight_is_left() -> None:

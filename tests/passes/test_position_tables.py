@@ -26,7 +26,13 @@ class Adds(nn.Module):
 
 def test_golden() -> None:
     program, state = start("position_tables", Adds())
-    after = check_pass(program, PositionTables(), state, matches=2, tolerance=0.0, golden="""
+    after = check_pass(
+        program,
+        PositionTables(),
+        state,
+        matches=2,
+        tolerance=0.0,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: f32[T, 8] = aten.embedding(embed.weight, input_ids)
@@ -37,7 +43,8 @@ def test_golden() -> None:
         v5: f32[T, 8] = aten.add.Tensor(v4, v2)
         v6: f32[T, 11] = aten.linear(v5, head.weight)
         return v6
-    """)
+    """,
+    )
     assert "body.angles.inv_freq" not in after.weights.slots
 
 
@@ -75,8 +82,11 @@ def test_an_axis_for_the_heads_stays_in_its_place() -> None:
 
     program, state = start("position_tables", Heads())
     after = check_pass(program, PositionTables(), state, matches=2)
-    axes = [node.args[1] for node in after.calls(aten.unsqueeze.default)
-            if node.args[0].target is aten.embedding.default and "position" in node.args[0].args[0].target]
+    axes = [
+        node.args[1]
+        for node in after.calls(aten.unsqueeze.default)
+        if node.args[0].target is aten.embedding.default and "position" in node.args[0].args[0].target
+    ]
     assert sorted(axes) == [0, 1]
 
 

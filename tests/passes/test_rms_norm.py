@@ -90,14 +90,20 @@ def test_olmo2_multiplies_in_float32() -> None:
 
 def test_golden() -> None:
     program, state = start("rms_norm", Body(Norm(8)), dtype=torch.bfloat16)
-    check_pass(program, RmsNorm(), state, matches=1, golden="""
+    check_pass(
+        program,
+        RmsNorm(),
+        state,
+        matches=1,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: bf16[T, 8] = aten.embedding(embed.weight, input_ids)
         v1: bf16[T, 8] = fxbackend.rms_norm(v0, body.norm.weight, 1e-05, 0.0, 'before')
         v2: bf16[T, 11] = fxbackend.linear(v1, head.weight, None)
         return v2
-    """)
+    """,
+    )
 
 
 def test_per_head() -> None:
@@ -151,7 +157,9 @@ class Escaping(Norm):
         return self.weight * (x * torch.rsqrt(power + self.eps)) + power
 
 
-@pytest.mark.parametrize("lookalike", [MeanSubtracting, Squared, Cubed, NoEps, Escaping], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "lookalike", [MeanSubtracting, Squared, Cubed, NoEps, Escaping], ids=lambda each: each.__name__
+)
 def test_lookalikes_are_left(lookalike: type[Norm]) -> None:
     program, state = start("rms_norm", Body(lookalike(8)))
     check_pass(program, RmsNorm(), state, matches=0)

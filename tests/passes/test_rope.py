@@ -1,4 +1,4 @@
-"""Rotary embedding: halves and neighbours, whole and partial, in the dtype of the model; and what only looks like it."""
+"""Rotary embedding: halves and neighbours, whole and partial, in the dtype of the model; and its lookalikes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,12 @@ def test_sums_in_float32_stay_in_float32(form: type[Rotation]) -> None:
 
 def test_golden() -> None:
     program, state = start("rope", Rotation(4), 16)
-    check_pass(program, Rope(), state, matches=1, golden="""
+    check_pass(
+        program,
+        Rope(),
+        state,
+        matches=1,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -94,7 +99,8 @@ def test_golden() -> None:
         v8: f32[T, 16] = aten.reshape(v7, [v0, 16])
         v9: f32[T, 11] = aten.linear(v8, head.weight)
         return v9
-    """)
+    """,
+    )
 
 
 def test_all_layers_share_one_table() -> None:

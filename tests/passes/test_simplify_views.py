@@ -26,17 +26,23 @@ class Views(nn.Module):
         return self.function(x.exp()).exp().reshape(x.shape)
 
 
-@pytest.mark.parametrize(("function", "matches", "left"), [
-    (lambda x: x.transpose(1, 2).transpose(1, 2), 1, []),
-    (lambda x: x.transpose(1, 2).transpose(2, 1).transpose(1, 2), 1, ["transpose.int"]),
-    (lambda x: x.unsqueeze(2).squeeze(2), 1, []),
-    (lambda x: x.view(1, -1, 2, 4).view(1, -1, 8), 1, []),
-    (lambda x: x.view(1, -1, 2, 4).view(1, -1, 4, 2), 1, ["reshape.default"]),
-    (lambda x: x.unsqueeze(2).view(1, -1, 4, 2), 1, ["reshape.default"]),
-    (lambda x: x.view(1, -1, 2, 4).transpose(1, 2), 0, ["reshape.default", "transpose.int"]),
-    (lambda x: x.view(1, -1, 2, 4).transpose(1, 2).reshape(1, -1, 8), 0,
-     ["reshape.default", "transpose.int", "reshape.default"]),
-])
+@pytest.mark.parametrize(
+    ("function", "matches", "left"),
+    [
+        (lambda x: x.transpose(1, 2).transpose(1, 2), 1, []),
+        (lambda x: x.transpose(1, 2).transpose(2, 1).transpose(1, 2), 1, ["transpose.int"]),
+        (lambda x: x.unsqueeze(2).squeeze(2), 1, []),
+        (lambda x: x.view(1, -1, 2, 4).view(1, -1, 8), 1, []),
+        (lambda x: x.view(1, -1, 2, 4).view(1, -1, 4, 2), 1, ["reshape.default"]),
+        (lambda x: x.unsqueeze(2).view(1, -1, 4, 2), 1, ["reshape.default"]),
+        (lambda x: x.view(1, -1, 2, 4).transpose(1, 2), 0, ["reshape.default", "transpose.int"]),
+        (
+            lambda x: x.view(1, -1, 2, 4).transpose(1, 2).reshape(1, -1, 8),
+            0,
+            ["reshape.default", "transpose.int", "reshape.default"],
+        ),
+    ],
+)
 def test_what_is_left(function: View, matches: int, left: list[str]) -> None:
     program, state = start("simplify_views", Views(function))
     after = check_pass(program, SimplifyViews(), state, matches=matches, tolerance=0.0)
@@ -46,8 +52,15 @@ def test_what_is_left(function: View, matches: int, left: list[str]) -> None:
 
 
 def test_golden() -> None:
-    program, state = start("simplify_views", Views(lambda x: x.view(1, -1, 2, 4).transpose(2, 3).transpose(2, 3).view(1, -1, 4, 2)))
-    check_pass(program, SimplifyViews(), state, matches=2, golden="""
+    program, state = start(
+        "simplify_views", Views(lambda x: x.view(1, -1, 2, 4).transpose(2, 3).transpose(2, 3).view(1, -1, 4, 2))
+    )
+    check_pass(
+        program,
+        SimplifyViews(),
+        state,
+        matches=2,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -58,7 +71,8 @@ def test_golden() -> None:
         v5: f32[T, 8] = aten.reshape(v4, [v0, 8])
         v6: f32[T, 11] = fxbackend.lm_head(v5, head.weight, None)
         return v6
-    """)
+    """,
+    )
 
 
 def test_a_value_in_between_that_is_read_elsewhere_stays() -> None:

@@ -38,7 +38,13 @@ def start(model: nn.Module) -> tuple[Program, dict[str, torch.Tensor]]:
 
 def test_golden() -> None:
     program, state = start(Model(lambda logits: torch.tanh(logits * 0.25 / 5) * 5, bias=True))
-    check_pass(program, Vocabulary(), state, matches=2, tolerance=0.0, golden="""
+    check_pass(
+        program,
+        Vocabulary(),
+        state,
+        matches=2,
+        tolerance=0.0,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: f32[T, 8] = fxbackend.embedding(input_ids, embed.weight)
@@ -50,14 +56,18 @@ def test_golden() -> None:
         v6: f32[T, 11] = aten.tanh(v5)
         v7: f32[T, 11] = aten.mul.Tensor(v6, 5)
         return v7
-    """)
+    """,
+    )
 
 
-@pytest.mark.parametrize("tail", [
-    lambda logits: logits[..., :7].repeat(1, 1, 2)[..., :VOCABULARY],
-    lambda logits: logits.float() / 0.7,
-    lambda logits: logits + torch.arange(VOCABULARY),
-])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        lambda logits: logits[..., :7].repeat(1, 1, 2)[..., :VOCABULARY],
+        lambda logits: logits.float() / 0.7,
+        lambda logits: logits + torch.arange(VOCABULARY),
+    ],
+)
 def test_arithmetic_behind_the_head_is_kept(tail: Tail) -> None:
     program, state = start(Model(tail))
     check_pass(program, Vocabulary(), state, matches=2, tolerance=0.0)
@@ -98,10 +108,13 @@ class TwoHeads(Model):
         return self.head(self.embed(ids)) + self.head(self.inner(self.embed(ids)))
 
 
-@pytest.mark.parametrize(("model", "message"), [
-    (Around, "depends on input_ids by a way around the language-model head"),
-    (TwoHeads, "has 2 linears behind it"),
-])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Around, "depends on input_ids by a way around the language-model head"),
+        (TwoHeads, "has 2 linears behind it"),
+    ],
+)
 def test_raises_where_there_is_no_one_head(model: type[Model], message: str) -> None:
     program, _state = start(model())
     with pytest.raises(UnsupportedModelError, match=message):

@@ -9,6 +9,8 @@ vLLM resolves an architecture in the parent process, before a worker builds any 
 3. *Whose model is it?* Pooling models stay with vLLM, and so does, with `FXBACKEND_FALLBACK=1`, a model that cannot be
    converted. That is decided once, in the parent, when the config is complete, and travels inside the pickled config.
 4. *Does it use latent attention?* Not with us: a program holds full attention, whatever the config names.
+
+And one thing is added behind them: a compiled artifact of ours can be loaded where vLLM 0.32 cannot load its own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.model_executor.models import registry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
@@ -52,6 +55,7 @@ def install() -> None:
         if original is None:
             raise FxBackendError(f"this vLLM has no {kind.__name__}.{method}; fxbackend is made for vLLM 0.32.")
         setattr(kind, method, wrap(original))
+    torch.compiler.load_compiled_function = _loads(torch.compiler.load_compiled_function)
 
 
 def left(model_config: Any) -> str | None:
@@ -59,6 +63,23 @@ def left(model_config: Any) -> str | None:
     if getattr(model_config, "runner_type", None) == "pooling":
         return "it is a pooling model"
     return getattr(model_config, _MARK, None)
+
+
+def _loads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """After loading, vLLM calls `finalize_loading`, which the plain function that inductor saves on a CPU does not have.
+
+    There is nothing to finalize in one. Ours alone get it: their key holds the program, so no artifact is another graph's.
+    """
+
+    def load_compiled_function(file: Any, *, f_globals: dict[str, object] | None = None, **more: Any) -> Any:
+        loaded = original(file, f_globals=f_globals, **more)
+        if (f_globals or {}).get("__name__") == OURS.partition(":")[0]:
+            compiled = loaded._artifacts.compiled_fn
+            if not hasattr(compiled, "finalize_loading"):
+                compiled.finalize_loading = lambda vllm_config: None
+        return loaded
+
+    return load_compiled_function
 
 
 def _lift_compatibility(original: Callable[..., str | None]) -> Callable[..., str | None]:

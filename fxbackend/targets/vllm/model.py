@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +71,8 @@ def convert(model_config: ModelConfig, observers: Iterable[Observer] = (), load_
         FxBackendError: the model cannot be converted; the message says where and why.
     """
     if model_config.hf_config.model_type == MODEL_TYPE:
-        conversion = Conversion(_saved(model_config), {})
+        program = _saved(model_config)  # vLLM reads the file of its constants as well
+        conversion = Conversion(program, dict.fromkeys(program.weights.constants))
     else:
         with _float32():
             conversion = _from_source(model_config, tuple(observers), load_format)
@@ -158,7 +161,6 @@ class FxbackendForCausalLM(nn.Module, SupportsPP):
             raise type(error)(f"{error} To let vLLM's own backend serve this model, set FXBACKEND_FALLBACK=1.") from error
         program = _parallel(conversion.program, observers)
         _set_geometry(config, conversion.program)
-        vllm_config.additional_config[_KEY] = program_hash(program)
         lowered = self._build(vllm_config, prefix, program)
         for observer in observers:
             observer.before_pass(program, "lower")
@@ -177,6 +179,7 @@ class FxbackendForCausalLM(nn.Module, SupportsPP):
         body = PartLowering(shared, stage, BUILDERS).run()
         self._entering = {str(node.target): value_of(node) for node in stage.graph.find_nodes(op="placeholder")
                           if node.target not in ("input_ids", "positions")}
+        _set_key(vllm_config, program, body)
         self.decoder = Decoder(vllm_config=vllm_config, prefix=prefix, body=body, entering=tuple(self._entering),
                                last=group.is_last_rank)
         lowered = [body]
@@ -238,6 +241,18 @@ def _parallel(program: Program, observers: list[Observer]) -> Program:
     program = Pipeline(passes).run(program, observers)
     number_attentions(program)
     return program
+
+
+def _set_key(config: VllmConfig, program: Program, body: fx.GraphModule) -> None:
+    """Makes the keys of the engine's compile caches those of this very program, and of how it was lowered."""
+    if not isinstance(config.additional_config, dict):
+        raise InputError("additional_config must be a dict: the program's key is put into it.")
+    parts = [program_hash(program), version("fxbackend"), body.code]
+    for path, module in body.named_modules():
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str, tuple))}
+        parts.append(f"{path} {type(module).__qualname__} {sorted(plain.items())}")
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    config.additional_config = {**config.additional_config, _KEY: key}
 
 
 def _set_geometry(config: ModelConfig, program: Program) -> None:
