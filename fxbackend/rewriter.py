@@ -74,6 +74,15 @@ class Rewriter:
         node = self.call(target, *args)
         return tuple(self.call(operator.getitem, node, index) for index in range(count))
 
+    def token_count(self, before: fx.Node) -> fx.Node:
+        """The node that holds the number of tokens; made before `before` where there is none in front of it."""
+        ids = self.program.inputs()["input_ids"]
+        for user in ids.users:
+            if user.target is torch.ops.aten.sym_size.int and user < before:
+                return user
+        with self.at(before):
+            return self.call(torch.ops.aten.sym_size.int, ids, len(ids.meta["val"].shape) - 1)
+
     def slot(self, name: str) -> fx.Node:
         """The node that reads the weight slot `name`; one per slot, before the first call of the graph."""
         if name not in self._slots:

