@@ -79,7 +79,8 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
         size = shape_of(first)[dim]
         if isinstance(size, int):
             index %= size
-            return rw.call(aten.squeeze.dim, rw.call(aten.slice.Tensor, first, dim, index, index + 1), dim)
+            part = first if size == 1 else rw.call(aten.slice.Tensor, first, dim, index, index + 1)
+            return rw.call(aten.squeeze.dim, part, dim)
     if target in (aten.t.default, aten.numpy_T.default, aten.permute.default):
         return _transpose(rw, node, first)
     return None

@@ -194,12 +194,9 @@ def _repeats(node: fx.Node) -> fx.Node | None:
 
 
 def _slopes(rw: Rewriter, slopes: tuple[float, ...]) -> fx.Node:
-    value = torch.tensor(slopes)
-    for name, known in rw.weights.constants.items():
-        if name.startswith("alibi_slopes_") and torch.equal(known, value):
-            return rw.slot(name)
+    """A constant of this attention alone: one rank of several holds its own heads' slopes."""
     count = sum(name.startswith("alibi_slopes_") for name in rw.weights.constants)
-    return rw.add_constant(f"alibi_slopes_{count}", value)
+    return rw.add_constant(f"alibi_slopes_{count}", torch.tensor(slopes))
 
 
 def _heads_first(rw: Rewriter, node: fx.Node) -> fx.Node:

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from fxbackend.errors import CaptureError, FxBackendError
 from fxbackend.hf import hooks
-from fxbackend.program import Facts, Program, Stage, new_fake_mode, token_input
+from fxbackend.program import Facts, Program, Stage, example_tokens, new_fake_mode, token_input
 from fxbackend.weights import Piece, Slot, WeightPlan
 
 _HOST_READS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
@@ -150,7 +150,7 @@ def _freeze_ropes(fake: PreTrainedModel, fresh: Callable[[], PreTrainedModel],
 
 def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
            device: torch.device | str) -> tuple[fx.Graph, list[str], dict[str, torch.Tensor]]:
-    ids = token_input(mode, "input_ids", (1, 7), device)
+    ids = token_input(mode, "input_ids", (1, example_tokens(facts.max_model_len)), device)
     with mode:
         positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
     tensors = _tensors(model)
@@ -174,6 +174,10 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
     except FxBackendError:
         raise
     except Exception as error:
+        if f"({ids.shape[-1]})" in str(error):  # two sizes that do not fit, and one of them is the token count
+            raise CaptureError(f"{type(model).__name__} fixes the number of tokens: {_reason(error)}{_where(error)}, "
+                               f"where {ids.shape[-1]} is the token count. It must work for every number of tokens."
+                               ) from error
         raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {_reason(error)}{_where(error)}."
                            ) from error
     tokens: object = ids.shape[-1]

@@ -159,3 +159,14 @@ def test_half_precision(model_type: str) -> None:
 def ulp(values: torch.Tensor) -> float:
     """The distance of neighbours in bfloat16 at the largest of the values."""
     return float(2.0 ** (values.abs().max().float().log2().floor() - 7))
+
+
+@pytest.mark.parametrize("heads", [7, 14])
+def test_an_odd_number_of_heads_does_not_fix_the_number_of_tokens(heads: int) -> None:
+    model = tiny_model(
+        "qwen2", num_attention_heads=heads, num_key_value_heads=heads // 7, hidden_size=7 * 16, head_dim=16
+    )
+    ids = prompt(model)
+    torch.testing.assert_close(
+        flat_logits(fuse(model), model, ids, (LENGTH,)), hf_logits(model, ids), atol=1e-4, rtol=0
+    )

@@ -95,3 +95,14 @@ def test_leaves_a_view_of_two_unknown_sizes() -> None:
     program, state = start("canonicalize_views", Views(lambda x: torch.cat((x, x), 1).view(-1, 4).view(-1, 2, 2)))
     after = check_pass(program, CanonicalizeViews(), state, matches=None)
     assert len(after.calls(torch.ops.aten.reshape.default)) >= 2
+
+
+@pytest.mark.parametrize("width", [7, 11])
+def test_a_turned_value_is_not_taken_for_the_same(width: int) -> None:
+    class Turned(nn.Module):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return x + x[0].t().reshape(1, x.shape[1], width)  # [width, tokens] -> [1, tokens, width]: a mix
+
+    program, state = start("canonicalize_views", Turned(), width)
+    after = check_pass(program, CanonicalizeViews(), state, matches=None)
+    assert len(after.calls(torch.ops.aten.reshape.default)) == 1

@@ -108,3 +108,18 @@ def test_one_rank_changes_nothing() -> None:
 def test_a_rank_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(PipelineError, match="rank 2 is not one of 2"):
         Pipeline((ShardTensorParallel(2, 2),)).run(fused(tiny_model("llama")))
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mpt"])
+def test_each_rank_holds_the_slopes_of_its_own_heads(model_type: str) -> None:
+    from fxbackend.hf.zoo import zoo_model
+
+    model = zoo_model(model_type)
+    program = fused(model)
+    ids = torch.randint(70, 150, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        reference = model(ids[None], use_cache=False).logits[0]
+    ranks = shard(program, 2)
+    assert blocks(ranks[0]) == 4
+    for logits in run_ranks(ranks, {"input_ids": ids, "positions": torch.arange(LENGTH)}, model.state_dict()):
+        torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
