@@ -13,6 +13,8 @@ from fxbackend.passes.fuse_qkv import FuseQkv
 from fxbackend.passes.fuse_rope import FuseRope
 from fxbackend.passes.linear import Linear
 from fxbackend.passes.position_tables import PositionTables
+from fxbackend.passes.positions import Positions
+from fxbackend.passes.raise_attention import RaiseAttention
 from fxbackend.passes.rms_norm import RmsNorm
 from fxbackend.passes.rope import Rope
 from fxbackend.passes.simplify_views import SimplifyViews
@@ -28,6 +30,8 @@ def default_pipeline() -> Pipeline:
             Canonicalize(),  # before all patterns: they know one spelling only
             CanonicalizeViews(),  # after canonicalize: it has made the dimensions positive and the no-op casts go
             DropBatchAxis(),  # after canonicalize: its rules expect positive dimensions and one kind of view
+            RaiseAttention(),  # before positions: a mask made of arange goes, what counts then is a position
+            Positions(),  # before the tables: they are made of positions
             PositionTables(),  # before rope: rope reads cos and sin off evaluated tables
             Rope(),  # before attention: it removes the transposes that attention puts around its operands
             Attention(),  # the interface call becomes the op; its transposes meet those of rope and of the views

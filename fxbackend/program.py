@@ -17,11 +17,6 @@ import fxbackend.ops  # noqa: F401  (registers the dialect before anything names
 from fxbackend.errors import VerifyError
 from fxbackend.weights import WeightPlan
 
-# The token count of examples: a prime that no width of a model is. Torch compares a symbolic size with a number by the
-# example's value, so a model with 7 heads would fix an example of 7 tokens to 7.
-EXAMPLE_TOKENS = 1009
-
-
 class Stage(enum.IntEnum):
     """What a program speaks; see the table in docs/architecture.md."""
 
@@ -177,6 +172,18 @@ class Evaluator:
 def new_fake_mode() -> FakeTensorMode:
     """A fake mode with symbols of its own: guards learnt by another capture must not change this one."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False)
+
+
+def example_tokens(longest: int) -> int:
+    """The token count of examples: a prime that no width of a model is, below `longest`.
+
+    Torch compares a symbolic size with a number by the example's value: a model with 7 heads would fix an example of 7
+    tokens to 7, and a table of 64 rows would be cut short for one of 1009.
+    """
+    count = max(min(1009, longest - 1), 2)
+    while any(count % divisor == 0 for divisor in range(2, int(count**0.5) + 1)):
+        count -= 1
+    return count
 
 
 def token_input(mode: FakeTensorMode, name: str, shape: tuple[int, ...], device: torch.device | str) -> FakeTensor:

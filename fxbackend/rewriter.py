@@ -74,6 +74,15 @@ class Rewriter:
         node = self.call(target, *args)
         return tuple(self.call(operator.getitem, node, index) for index in range(count))
 
+    def token_count(self, before: fx.Node) -> fx.Node:
+        """The node that holds the number of tokens; made before `before` where there is none in front of it."""
+        ids = self.program.inputs()["input_ids"]
+        for user in ids.users:
+            if user.target is torch.ops.aten.sym_size.int and user < before:
+                return user
+        with self.at(before):
+            return self.call(torch.ops.aten.sym_size.int, ids, len(ids.meta["val"].shape) - 1)
+
     def slot(self, name: str) -> fx.Node:
         """The node that reads the weight slot `name`; one per slot, before the first call of the graph."""
         if name not in self._slots:
@@ -131,6 +140,15 @@ class Rewriter:
         for user in list(old.users):
             if user > new:
                 user.replace_input_with(old, new)
+        self.edits += 1
+
+    def transpose_slot(self, node: fx.Node) -> None:
+        """Turns the two-dimensional slot that `node` reads: its recipe transposes what it takes from the checkpoint."""
+        slot = self.weights.slots[str(node.target)]
+        pieces = tuple(dataclasses.replace(piece, transpose=not piece.transpose) for piece in slot.pieces)
+        turned = self.weights.replace(slot.name, shape=slot.shape[::-1], pieces=pieces, sections=(slot.shape[1],))
+        with self.program.fake_mode:
+            node.meta["val"] = torch.empty(turned.shape, dtype=slot.dtype, device=self._device())
         self.edits += 1
 
     def shard_slot(self, name: str, shard: Shard, world: int) -> None:

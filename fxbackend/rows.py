@@ -25,7 +25,7 @@ Rule = Callable[[fx.Node], "str | None"]
 # Their values depend on where a token stands in the row.
 _PLACES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _CREATE = (aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default,
-           aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+           aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
            aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.lift_fresh_copy.default)
 _ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.softmax.int,
                aten._softmax.default, aten.log_softmax.int, aten.cumsum.default, aten.var.correction, aten.var.dim,
@@ -49,6 +49,8 @@ def check_rows(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op != "call_function" or not _touches_tokens(node):
             continue
+        if node.target in _CREATE and token_dim(node) is None:
+            continue  # made for a value of the tokens, but not of it
         reason = _wrong_shape(node, str(tokens)) or _mixes(node)
         if reason is not None:
             raise UnsupportedModelError(
@@ -107,10 +109,18 @@ def _mixes(node: fx.Node) -> str | None:
 
 def _aligned(node: fx.Node) -> str | None:
     """Operands of a pointwise op have their token dimensions in one place, counted from the right."""
+    if any(not _values(arg) for arg in node.all_input_nodes) and not _makes_shape(node):
+        return "it computes with the number of tokens in the batch"
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return None
     places = {token_dim(arg) - _values(arg)[0].ndim for arg in node.all_input_nodes if token_dim(arg) is not None}  # type: ignore[operator]
     return "its operands have their tokens in different dimensions" if len(places) > 1 else None
+
+
+def _makes_shape(node: fx.Node) -> bool:
+    """Whether the number of tokens is read as a size only."""
+    values = [arg for arg in node.args if isinstance(arg, fx.Node) and not _values(arg)]
+    return not values or node.target is operator.getitem
 
 
 def _along(node: fx.Node) -> str | None:
@@ -123,6 +133,8 @@ def _along(node: fx.Node) -> str | None:
         return "it runs over all dimensions, the tokens among them"
     listed = dims if isinstance(dims, (list, tuple)) else [dims]
     where = token_dim(source)  # type: ignore[arg-type]
+    if where is None and token_dim(node) is not None:
+        return "it takes as many rows as the batch has tokens"
     return "it runs along the token dimension" if where in [int(dim) % rank for dim in listed] else None
 
 
@@ -150,10 +162,18 @@ def _stack(node: fx.Node) -> str | None:
     return "its operands have their tokens in different dimensions" if len({token_dim(i) for i in node.args[0]}) > 1 else None  # type: ignore[union-attr]
 
 
+def _addmm(node: fx.Node) -> str | None:
+    added, one, two = node.args[:3]
+    return _product(node, one, two) if token_dim(added) is None else "it adds a value of the tokens to a product"  # type: ignore[arg-type]
+
+
 def _matmul(node: fx.Node) -> str | None:
-    one, two = node.args[:2]
-    a, b = token_dim(one), token_dim(two)  # type: ignore[arg-type]
-    rank_a, rank_b = _values(one)[0].ndim, _values(two)[0].ndim  # type: ignore[arg-type]
+    return _product(node, *node.args[:2])  # type: ignore[arg-type]
+
+
+def _product(node: fx.Node, one: fx.Node, two: fx.Node) -> str | None:
+    a, b = token_dim(one), token_dim(two)
+    rank_a, rank_b = _values(one)[0].ndim, _values(two)[0].ndim
     if a == rank_a - 1 or (b is not None and b == max(rank_b - 2, 0)):
         return "it sums over the tokens"
     if a is not None and b is not None and (a - rank_a != b - rank_b or a >= rank_a - 2):
@@ -165,6 +185,17 @@ def _lookup(node: fx.Node) -> str | None:
     """`table[values per token]`: the table must not be made of tokens."""
     table = node.args[0]
     return "it picks rows among the tokens" if token_dim(table) is not None else None  # type: ignore[arg-type]
+
+
+def _index(node: fx.Node) -> str | None:
+    """`x[:, :, indices]`: no index for the token dimension."""
+    where = token_dim(node.args[0])  # type: ignore[arg-type]
+    indices = node.args[1]
+    if where is None:
+        return None
+    kept = where >= len(indices) or indices[where] is None  # type: ignore[arg-type, index]
+    alone = not any(token_dim(each) is not None for each in indices if each is not None)  # type: ignore[union-attr]
+    return None if kept and alone else "it picks rows among the tokens"
 
 
 def _gather(node: fx.Node) -> str | None:
@@ -191,8 +222,9 @@ def _repeat_interleave(node: fx.Node) -> str | None:
 
 _RULES: dict[object, Rule] = {
     aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.permute.default: _transpose,
-    aten.expand.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,
-    aten.bmm.default: _matmul, aten.mm.default: _matmul, aten.embedding.default: _lookup,
-    aten.index.Tensor: _lookup, aten.index_select.default: _lookup, aten.gather.default: _gather,
+    aten.expand.default: _transpose, aten.expand_as.default: _transpose,
+    aten.broadcast_to.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,
+    aten.bmm.default: _matmul, aten.mm.default: _matmul, aten.addmm.default: _addmm, aten.embedding.default: _lookup,
+    aten.index.Tensor: _index, aten.index_select.default: _lookup, aten.gather.default: _gather,
     aten.repeat.default: _repeat, aten.repeat_interleave.self_int: _repeat_interleave, aten.one_hot.default: _transpose,
 }

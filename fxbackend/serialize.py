@@ -22,7 +22,7 @@ from torch import fx
 import fxbackend.ops  # noqa: F401  (registers the dialect before a file names its ops)
 from fxbackend.errors import InputError
 from fxbackend.printer import program_text
-from fxbackend.program import EXAMPLE_TOKENS, Facts, PassRecord, Program, Refusal, Stage, new_fake_mode, token_input
+from fxbackend.program import Facts, PassRecord, Program, Refusal, Stage, example_tokens, new_fake_mode, token_input
 from fxbackend.verify import verify
 from fxbackend.weights import Piece, Shard, Slot, WeightPlan
 
@@ -168,7 +168,8 @@ class _Loader:
 
     def _input(self, name: str, rank: int) -> torch.Tensor:
         if self.tokens is None:
-            self.tokens = token_input(self.mode, name, (1,) * (rank - 1) + (EXAMPLE_TOKENS,), self.device)
+            shape = (1,) * (rank - 1) + (example_tokens(self.facts.max_model_len),)
+            self.tokens = token_input(self.mode, name, shape, self.device)
             return self.tokens
         with self.mode:  # all inputs share one token symbol
             return torch.empty(self.tokens.shape, dtype=torch.int64, device=self.device)

@@ -72,13 +72,17 @@ def _pointwise(node: fx.Node, demand: Demand, _world: int) -> Pairs:
 def _reshape(node: fx.Node, demand: Demand, _world: int) -> Pairs:
     source = node.args[0]
     before, after = shape_of(source), shape_of(node)  # type: ignore[arg-type]
-    same = len(before) > demand.dim and all(str(a) == str(b) for a, b in zip(before[: demand.dim], after, strict=False))
-    if not same or demand.sections > 1:
-        raise cannot(node, f"the split dimension {demand.dim} of {list(after)} is not a leading part of one of {list(before)}")
-    outer, inner = sorted((int(before[demand.dim]), int(after[demand.dim])), reverse=True)
+
+    def front(shape: tuple[object, ...], dim: int) -> list[str]:
+        return [str(size) for size in shape[:dim] if size != 1]
+
+    places = [dim for dim, size in enumerate(before) if size != 1 and front(before, dim) == front(after, demand.dim)]
+    if not places or demand.sections > 1:
+        raise cannot(node, f"the split dimension {demand.dim} of {list(after)} is no leading part of one of {list(before)}")
+    outer, inner = sorted((int(before[places[0]]), int(after[demand.dim])), reverse=True)
     if outer % inner:
         raise cannot(node, f"{list(before)} is viewed as {list(after)} across the borders of the split parts")
-    yield source, demand  # type: ignore[misc]
+    yield source, Demand(places[0], demand.copies)  # type: ignore[misc]
 
 
 def _transpose(node: fx.Node, demand: Demand, _world: int) -> Pairs:
@@ -108,6 +112,12 @@ def _over_dims(node: fx.Node, demand: Demand, _world: int) -> Pairs:
 def _norm(node: fx.Node, demand: Demand, _world: int) -> Pairs:
     rank = len(shape_of(node))
     width = len(node.args[1]) if node.target is aten.layer_norm.default else 1  # type: ignore[arg-type]
+    if node.target is dialect.rms_norm.default and demand.dim == rank - 1 and demand.sections == 1:
+        # The pass reduces the statistics (Olmo2 and OLMoE normalise all heads at once).
+        yield node.args[0], demand  # type: ignore[misc]
+        if node.args[1] is not None:
+            yield node.args[1], Demand(0, demand.copies)  # type: ignore[misc]
+        return
     if demand.dim >= rank - width:
         raise cannot(node, "its statistics run over the dimension that would be split")
     yield node.args[0], demand  # type: ignore[misc]
@@ -146,8 +156,9 @@ def _attention(node: fx.Node, demand: Demand, world: int) -> Pairs:
     yield q, Demand(1)  # type: ignore[misc]
     yield k, Demand(1, copies)  # type: ignore[misc]
     yield v, Demand(1, copies)  # type: ignore[misc]
-    if sinks is not None:
-        yield sinks, Demand(0)  # type: ignore[misc]
+    for per_head in (sinks, *node.args[7:]):  # sinks and ALiBi slopes
+        if per_head is not None:
+            yield per_head, Demand(0)  # type: ignore[misc]
 
 
 RULES: dict[object, Rule] = {

@@ -20,7 +20,7 @@ from fxbackend.observers import VerifyEachPass
 from fxbackend.pass_base import Pass
 from fxbackend.pipeline import Pipeline
 from fxbackend.printer import program_text
-from fxbackend.program import EXAMPLE_TOKENS, Facts, Program, Stage, new_fake_mode, token_input
+from fxbackend.program import Facts, Program, Stage, example_tokens, new_fake_mode, token_input
 from fxbackend.weights import Piece, Slot, WeightPlan
 
 VOCABULARY = 11
@@ -59,7 +59,7 @@ def program_of(module: nn.Module, max_model_len: int = 32, dtype: torch.dtype = 
     module = randomise(module.to(dtype).eval())
     real: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     mode = new_fake_mode()
-    ids = token_input(mode, "input_ids", (1, EXAMPLE_TOKENS), "cpu")
+    ids = token_input(mode, "input_ids", (1, example_tokens(max_model_len)), "cpu")
     with mode:
         positions = torch.empty(ids.shape, dtype=torch.int64)
         fakes = [torch.empty(value.shape, dtype=value.dtype) for value in real.values()]
@@ -71,9 +71,12 @@ def program_of(module: nn.Module, max_model_len: int = 32, dtype: torch.dtype = 
 
     with _module_paths(paths), mode, torch.no_grad():
         traced = make_fx(forward, tracing_mode="real", pre_dispatch=True)(ids, positions, *fakes)
+    plan = _plan(module)
+    for node in traced.graph.find_nodes(op="get_attr"):  # tensors that the forward makes of Python numbers
+        plan.add_constant(str(node.target), getattr(traced, str(node.target)).detach().clone())
     _name_inputs(traced.graph, list(real))
     facts = Facts(type(module).__name__, "test", dtype, max_model_len, VOCABULARY)
-    return Program(traced.graph, _plan(module), facts, Stage.CAPTURED, mode).copy()
+    return Program(traced.graph, plan, facts, Stage.CAPTURED, mode).copy()
 
 
 def _plan(module: nn.Module) -> WeightPlan:

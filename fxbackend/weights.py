@@ -205,7 +205,8 @@ class WeightPlan:
     def value(self, slot: Slot, state: Mapping[str, torch.Tensor], rank: int = 0, world: int = 1) -> torch.Tensor:
         """The value of one slot for one rank, from tensors by source name (aliases resolved)."""
         if slot.name in self.constants:
-            return self.constants[slot.name]
+            value = self.constants[slot.name]
+            return value if slot.shard is None else slot.shard.take(value, rank, world)
         parts = [piece.apply(state[piece.source]) for piece in slot.pieces]
         value = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(slot.dtype)
         if tuple(value.shape) != slot.shape:

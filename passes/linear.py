@@ -3,8 +3,12 @@
 Before and after:
 
     y = aten.linear(x[T, H, I], w, b)           y = fxbackend.linear(x.reshape(T * H, I), w, b).reshape(T, H, O)
+    y = aten.addmm(b, x, w)                     y = fxbackend.linear(x, w.T, b)
 
-Refuses: a weight or bias that is computed by the graph, since no layer of a target can load it.
+The second form is GPT-2's Conv1D; the recipe of its slot transposes the checkpoint's tensor.
+
+Refuses: a weight or bias that is computed by the graph, since no layer of a target can load it; a weight in the second
+form that is read elsewhere as well.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import fx
 
 from fxbackend.matcher import Match
-from fxbackend.pass_base import PatternPass
+from fxbackend.pass_base import PatternPass, Refuse
 from fxbackend.pattern import Expression, op, slot, var
 from fxbackend.program import Stage, shape_of
 from fxbackend.rewriter import Rewriter
@@ -39,13 +43,24 @@ class Linear(PatternPass):
             "bias": op(aten.linear.default, x, weight, slot("bias")),
             "plain": op(aten.linear.default, x, weight),
             "none": op(aten.linear.default, x, weight, None),
+            "addmm": op(aten.addmm.default, slot("bias"), x, weight),
         }
+
+    def check(self, match: Match) -> None:
+        """A slot can be turned only for its only reader."""
+        weight = match.node("weight")
+        if match.pattern == "addmm":
+            slot = str(weight.target)
+            if len(weight.users) > 1 or len(shape_of(match.node("bias"))) != 1:
+                raise Refuse(f"the weight {slot} of this product is read elsewhere as well, or its bias is no vector")
 
     def rewrite(self, rw: Rewriter, match: Match) -> fx.Node:
         """A dialect linear, between two reshapes where x has more than two dimensions."""
         x, shape = match.node("x"), shape_of(match.node("x"))
         bias = match.node("bias") if match.has("bias") else None
         weight = match.node("weight")
+        if match.pattern == "addmm":
+            rw.transpose_slot(weight)
         flat = x if len(shape) == 2 else rw.call(aten.reshape.default, x, [-1, shape[-1]])
         new = rw.call(torch.ops.fxbackend.linear.default, flat, weight, bias)
         if len(shape) == 2:

@@ -11,8 +11,10 @@ until it arrives at projections: those become column parallel, the linear become
 reduction. A bias of the row side is added once, after it. The vocabulary ops (`embedding`, `lm_head`) are whole by
 definition; a target splits them inside.
 
-Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a value
-of the block that is used outside of it, heads or widths that the ranks do not divide.
+A norm over the full width of q or k (Olmo2) gets its statistics reduced as well, one number per token.
+
+Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a
+value of the block that is used outside of it, heads or widths that the ranks do not divide.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import fx
 
 from fxbackend.errors import PipelineError
 from fxbackend.pass_base import Pass
-from fxbackend.program import Stage, shape_of
+from fxbackend.program import Stage, shape_of, value_of
 from fxbackend.rewriter import Rewriter
 from fxbackend.sharding import Block, CannotSplit, find_block
 from fxbackend.weights import Shard
@@ -103,7 +105,29 @@ def _split(rw: Rewriter, block: Block, world: int) -> None:
             if sizes[demand.dim] != -1:
                 sizes[demand.dim] = int(shape_of(node)[demand.dim]) * demand.copies // world
             rw.set_args(node, node.args[0], sizes, infer=False)
+        elif node.target is dialect.rms_norm.default and demand.dim == len(shape_of(node)) - 1:
+            _reduce_statistics(rw, node, demand.copies)
     _reduce(rw, block.row, world)
+
+
+def _reduce_statistics(rw: Rewriter, norm: fx.Node, copies: int) -> None:
+    """A norm whose width is split: the sum of squares goes over all ranks, each part counted once."""
+    x, weight, eps, offset, order = norm.args
+    dtype, last = value_of(norm).dtype, len(shape_of(norm)) - 1
+    count = int(shape_of(norm)[last]) * copies
+    with rw.at(norm):
+        wide = rw.call(aten.to.dtype, x, torch.float32) if dtype != torch.float32 else x
+        squares = rw.call(aten.sum.dim_IntList, rw.call(aten.pow.Tensor_Scalar, wide, 2), [last], True)
+        mean = rw.call(aten.div.Tensor, rw.call(dialect.all_reduce.default, squares), count)
+        new = rw.call(aten.mul.Tensor, wide, rw.call(aten.rsqrt.default, rw.call(aten.add.Tensor, mean, eps)))
+        if weight is not None:
+            scale = weight if not offset else rw.call(aten.add.Tensor, weight, offset)
+            if order == "before" and dtype != torch.float32:
+                new = rw.call(aten.to.dtype, new, dtype)
+            new = rw.call(aten.mul.Tensor, new, scale)
+        if dtype != torch.float32:
+            new = rw.call(aten.to.dtype, new, dtype)
+        rw.replace({norm: new})
 
 
 def _reduce(rw: Rewriter, row: fx.Node, world: int) -> None:

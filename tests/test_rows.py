@@ -76,6 +76,7 @@ MIXED: dict[str, tuple[Build, str]] = {
         lambda rw, h: rw.call(aten.add.Tensor, h, rw.call(
             aten.unsqueeze.default, rw.call(aten.to.dtype, rw.call(aten.arange.default, count(rw)), torch.float32), 1)),
         "counts the tokens"),
+    "number of tokens": (lambda rw, h: rw.call(aten.mul.Tensor, h, count(rw)), "computes with the number of tokens"),
     "other tokens by index": (
         lambda rw, h: rw.call(aten.index_select.default, h, 0, rw.program.inputs()["positions"]), "picks rows among"),
     "tokens moved into the width": (

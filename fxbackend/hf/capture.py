@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import sympy
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 
 from fxbackend.errors import CaptureError, FxBackendError
 from fxbackend.hf import hooks
-from fxbackend.program import EXAMPLE_TOKENS, Facts, Program, Stage, new_fake_mode, token_input
+from fxbackend.program import Facts, Program, Stage, example_tokens, new_fake_mode, token_input
 from fxbackend.weights import Piece, Slot, WeightPlan
 
 _HOST_READS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
@@ -50,8 +50,10 @@ def capture(model_class: type[PreTrainedModel], config: PretrainedConfig, facts:
     _same_modules(fake, instance)
     notes, frozen = _freeze_ropes(fake, lambda: _buffers_only(model_class, config, facts.dtype), facts.max_model_len)
     facts = dataclasses.replace(facts, notes=facts.notes + notes)
-    graph, names = _trace(fake, facts, mode, device)
+    graph, names, literals = _trace(fake, facts, mode, device)
     plan = _weight_plan(fake, real, frozen, device)
+    for name, value in literals.items():  # tensors that the forward makes of Python numbers
+        plan.add_constant(name, value.detach().clone())
     _name_inputs(graph, names)
     return Program(graph, plan, facts, Stage.CAPTURED, mode).copy()  # a graph that no module owns
 
@@ -171,20 +173,18 @@ def _freeze_ropes(fake: PreTrainedModel, fresh: Callable[[], PreTrainedModel],
 
 
 def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
-           device: torch.device | str) -> tuple[fx.Graph, list[str]]:
-    ids = token_input(mode, "input_ids", (1, EXAMPLE_TOKENS), device)
+           device: torch.device | str) -> tuple[fx.Graph, list[str], dict[str, torch.Tensor]]:
+    ids = token_input(mode, "input_ids", (1, example_tokens(facts.max_model_len)), device)
     with mode:
         positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
     tensors = _tensors(model)
     paths = {module: path for path, module in model.named_modules()}
-    accepts = inspect.signature(model.forward).parameters
-    if "position_ids" not in accepts and not any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
-        raise CaptureError(f"{type(model).__name__}.forward takes no position_ids, which is not supported yet.")
-
     def forward(ids: torch.Tensor, positions: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
         state = dict(zip(tensors, values, strict=True))
         with _reparametrize_module(model, state, tie_weights=True):
-            result = model(input_ids=ids, position_ids=positions, use_cache=False)
+            # No position_ids: the model's own default is the truth (RoBERTa counts from pad + 1), and the pass `positions`
+            # finds what counts.
+            result = model(input_ids=ids, use_cache=False)
         if getattr(result, "logits", None) is None:
             raise CaptureError(f"{type(model).__name__} returns no logits ({type(result).__name__}): hand in a model "
                                "with a language-model head, such as a ...ForCausalLM.")
@@ -208,17 +208,28 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
     if not isinstance(tokens, torch.SymInt) or tokens.node.maybe_as_int() is not None:
         raise CaptureError(f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
                            "token dimension with a constant. It must work for every number of tokens.")
-    _no_silent_guards(mode, model, str(tokens.node.expr))
-    return module.graph, list(tensors)
+    _no_silent_guards(mode, model, str(tokens.node.expr), facts.max_model_len)
+    constants = {str(node.target): getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}
+    return module.graph, list(tensors), constants
 
 
-def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str) -> None:
-    """A branch on the token count was decided at trace time; it may not hold for another batch."""
-    guards = [str(guard.expr) for guard in mode.shape_env.guards if symbol in str(guard.expr)]  # type: ignore[union-attr]
+def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str, longest: int) -> None:
+    """A branch on the token count was decided at trace time; it may not hold for another batch.
+
+    One that holds for every row of 2 to `longest - 1` tokens is the slice of a mask or of a table of `longest` rows. The
+    proof of row independence refuses the program if such a slice is still in it when masks and positions are rewritten.
+    """
+    guards = [str(guard.expr) for guard in mode.shape_env.guards  # type: ignore[union-attr]
+              if symbol in str(guard.expr) and not _holds(guard.expr, longest)]
     if guards:
         raise CaptureError(f"{type(model).__name__} branches on the number of tokens: {', '.join(guards[:4])} was "
                            f"taken as true while tracing ({symbol} is the token count), and need not be for another "
                            "batch. Its forward must do the same for every number of tokens.")
+
+
+def _holds(expression: sympy.Basic, longest: int) -> bool:
+    (symbol,) = expression.free_symbols
+    return all(bool(expression.subs(symbol, length)) for length in range(2, longest))
 
 
 def _reason(error: BaseException) -> str:

@@ -13,6 +13,9 @@ from fxbackend.errors import InputError, UnsupportedModelError
 from fxbackend.program import Facts
 
 _DEFAULT_LENGTH = 2048
+# What config classes call the number of positions; the same names as vLLM looks for.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions", "n_ctx",
+            "model_max_length", "max_sequence_length", "max_seq_length", "seq_len")
 _MODEL_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
@@ -62,7 +65,7 @@ def read_facts(config: PretrainedConfig, architecture: str, dtype: torch.dtype, 
     text = config.get_text_config(decoder=True)
     longest = max_model_len
     if longest is None:
-        longest = getattr(text, "max_position_embeddings", None) or _DEFAULT_LENGTH
+        longest = next((size for name in _LENGTHS if (size := getattr(text, name, None))), _DEFAULT_LENGTH)
     if longest < 1:
         raise InputError(f"max_model_len={longest} must be at least 1.")
     return Facts(architecture, config.model_type, dtype, int(longest), int(text.vocab_size))

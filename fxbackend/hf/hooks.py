@@ -11,7 +11,12 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    has_proxy_slot,
+)
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fxbackend.ops  # noqa: F401  (registers the ops that the hooks leave)
 from fxbackend.errors import CaptureError
 
+aten = torch.ops.aten
 IMPLEMENTATION = "fxbackend"
 
 # Keywords that say nothing about the result of the attention call itself.
@@ -70,7 +76,7 @@ def installed(module_path: Callable[[torch.nn.Module], str], longest: int) -> It
                    attention_mask: torch.Tensor | None = None, device: torch.device | str = "cpu",
                    **_options: object) -> torch.Tensor:
         # The options left over say how a mask is materialised (dtype, skip, vmap), not which tokens it hides.
-        if attention_mask is not None or q_offset or kv_offset:
+        if q_offset or kv_offset or not (attention_mask is None or _all_ones(attention_mask)):
             raise CaptureError("a mask was built with a padding mask or an offset, which capture never passes.")
         kind, size = _rule(mask_function, longest)
         return torch.ops.fxbackend.attention_mask(torch.empty(0, device=device), kind, size)
@@ -86,6 +92,17 @@ def installed(module_path: Callable[[torch.nn.Module], str], longest: int) -> It
         masking_utils.find_packed_sequence_indices = find_packed
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(IMPLEMENTATION)
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(IMPLEMENTATION)
+
+
+def _all_ones(mask: torch.Tensor) -> bool:
+    """Whether a traced mask was made as ones, which is what some models do when they are given none (BioGPT)."""
+    mode = get_proxy_mode()
+    if mode is None or not has_proxy_slot(mask, mode.tracer):
+        return False
+    node = get_proxy_slot(mask, mode.tracer).proxy.node
+    while node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default):
+        node = node.args[0]
+    return node.target in (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 
 def _rule(function: Callable[..., object], longest: int) -> tuple[str, int]:

@@ -31,6 +31,7 @@ def _attention_shape(
     scale: float,
     window: int,
     softcap: float,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
@@ -44,17 +45,19 @@ def attention(
     scale: float,
     window: int,
     softcap: float,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`y = softmax(cap(scale q k^T) + causal mask) v`: q `[T, Hq, D]`, k `[T, H, D]`, v `[T, H, Dv]` -> `[T, Hq, Dv]`.
 
     `window` w > 0 lets a token see itself and the w - 1 before it, 0 sees all before it; `softcap` c > 0 replaces the
-    scores s by c tanh(s / c); `sinks` `[Hq]` adds one more score per head to the denominator (GPT-OSS).
+    scores s by c tanh(s / c); `sinks` `[Hq]` adds one more score per head to the denominator (GPT-OSS);
+    `alibi` `[Hq]` adds slope (j - i) to the score of key j for query i (Press et al., arXiv:2108.12409).
     """
     lengths = _LENGTHS.get() or (q.shape[0],)
     if sum(lengths) != q.shape[0]:
         raise ValueError(f"sequences of {lengths} tokens do not fill a row of {q.shape[0]} tokens.")
     rows = [
-        _one_sequence(*parts, sinks, scale, window, softcap)
+        _one_sequence(*parts, sinks, scale, window, softcap, alibi)
         for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     ]
     return torch.cat(rows)
@@ -68,6 +71,7 @@ def _one_sequence(
     scale: float,
     window: int,
     softcap: float,
+    alibi: torch.Tensor | None,
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -75,6 +79,8 @@ def _one_sequence(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     age = torch.arange(q.shape[0]).unsqueeze(1) - torch.arange(q.shape[0])
+    if alibi is not None:
+        scores = scores - alibi.float().view(-1, 1, 1) * age.to(scores.device)
     hidden = (age < 0) | (age >= window) if window else age < 0
     scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
     if sinks is not None:

@@ -85,9 +85,17 @@ def test_heads_that_the_ranks_do_not_divide_stay_whole_and_say_so() -> None:
     assert reasons and all("is not divided by 3" in reason or "cannot be dealt to 3 ranks" in reason for reason in reasons)
 
 
-def test_a_norm_over_the_full_width_of_q_keeps_its_block_whole() -> None:
-    rank = assert_ranks_equal_one("olmo2", 2, expected=2)
-    assert "its statistics run over the dimension that would be split" in str(rank.history[-1].refusals[0])
+@pytest.mark.parametrize(("world", "kv_heads"), [(2, 2), (4, 2), (4, 4)])
+def test_a_norm_over_the_full_width_of_q_gets_its_statistics_reduced(world: int, kv_heads: int) -> None:
+    rank = assert_ranks_equal_one("olmo2", world, expected=4, num_key_value_heads=kv_heads)
+    assert program_text(rank).count("fxbackend.all_reduce") == 2 * (2 + 2)  # per layer: q_norm, k_norm and two blocks
+    assert rank.weights.slots["model.layers.0.self_attn.q_norm.weight"].shard == Shard(0, (128,), (1,))
+
+
+def test_a_layer_norm_over_what_would_be_split_keeps_its_block_whole() -> None:
+    rank = assert_ranks_equal_one("stablelm", 2, expected=2, qk_layernorm=True)
+    reasons = [str(refusal) for refusal in rank.history[-1].refusals]
+    assert reasons and all("stays whole on every rank" in reason for reason in reasons)
 
 
 def test_one_rank_changes_nothing() -> None:
@@ -100,3 +108,18 @@ def test_one_rank_changes_nothing() -> None:
 def test_a_rank_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(PipelineError, match="rank 2 is not one of 2"):
         Pipeline((ShardTensorParallel(2, 2),)).run(fused(tiny_model("llama")))
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mpt"])
+def test_each_rank_holds_the_slopes_of_its_own_heads(model_type: str) -> None:
+    from fxbackend.hf.zoo import zoo_model
+
+    model = zoo_model(model_type)
+    program = fused(model)
+    ids = torch.randint(70, 150, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        reference = model(ids[None], use_cache=False).logits[0]
+    ranks = shard(program, 2)
+    assert blocks(ranks[0]) == 4
+    for logits in run_ranks(ranks, {"input_ids": ids, "positions": torch.arange(LENGTH)}, model.state_dict()):
+        torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)

@@ -248,7 +248,8 @@ def _rope(low: PartLowering, node: fx.Node) -> fx.Node:
 def _attention(low: PartLowering, node: fx.Node) -> fx.Node:
     from fxbackend.targets.vllm.lowering import LAYER
 
-    q, k, v, sinks, scale, window, softcap = node.args
+    q, k, v, sinks, scale, window, softcap, *rest = node.args
+    slopes = _alibi_slopes(low, rest[0] if rest else None)
     slot = low.slot(sinks)
     if sinks is not None and (slot is None or not slot.pieces):
         raise LoweringError(f"the sinks of {node.name} in {module_of(node)} are computed; the engine takes a weight only.")
@@ -258,7 +259,7 @@ def _attention(low: PartLowering, node: fx.Node) -> fx.Node:
     def make(path: str) -> nn.Module:
         return layers.Attention(
             int(heads), int(kv_heads), int(size), int(v_size), scale=float(scale), window=int(window),  # type: ignore[arg-type]
-            softcap=float(softcap), sinks=sinks is not None, cache_config=low.shared.config.cache_config,  # type: ignore[arg-type]
+            softcap=float(softcap), sinks=sinks is not None, alibi_slopes=slopes, cache_config=low.shared.config.cache_config,  # type: ignore[arg-type]
             quant_config=low.shared.config.quant_config, name=name,
         )
 
@@ -267,6 +268,15 @@ def _attention(low: PartLowering, node: fx.Node) -> fx.Node:
             low.shared.receive(slot, partial(adapter.load, "sinks"))  # type: ignore[arg-type]
 
     return low.call(node, f"{module_of(node) or 'attention'}.attn", ("attention", node), make, (q, k, v), fill)  # type: ignore[arg-type]
+
+
+def _alibi_slopes(low: PartLowering, alibi: object) -> list[float] | None:
+    """The slopes of this rank's heads."""
+    slot = low.slot(alibi)
+    if slot is None:
+        return None
+    shared = low.shared
+    return [float(slope) for slope in shared.program.weights.value(slot, {}, shared.rank, shared.world)]
 
 
 def _lm_head(low: PartLowering, node: fx.Node) -> fx.Node:

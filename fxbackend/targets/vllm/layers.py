@@ -280,13 +280,13 @@ class Attention(nn.Module):
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, v_head_size: int, *, scale: float, window: int = 0,
-        softcap: float = 0.0, sinks: bool = False, cache_config: CacheConfig | None = None,
+        softcap: float = 0.0, sinks: bool = False, alibi_slopes: list[float] | None = None, cache_config: CacheConfig | None = None,
         quant_config: QuantizationConfig | None = None, name: str = "",
     ) -> None:
         super().__init__()
         self.heads, self.head_size, self.v_head_size = heads, head_size, v_head_size
         self.padded = padded_head_size(max(head_size, v_head_size), sinks, window > 0)
-        extra: dict[str, object] = {}
+        extra: dict[str, object] = {"alibi_slopes": alibi_slopes} if alibi_slopes else {}
         if sinks:
             self.sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
             extra["sinks"] = self.sinks

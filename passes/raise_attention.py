@@ -1,0 +1,208 @@
+"""`softmax(f(q k^T)) v = attention(q, k, v)`: an attention written by hand, found from its softmax.
+
+Before and after (gpt_neo, codegen, gptj, bloom, mpt, and a custom class with `matmul / sqrt(d)`):
+
+    s = aten.matmul(q, k_t); a = aten.add(aten.mul(s, 0.25), mask)
+    y = aten.matmul(aten.softmax(a, 2), v)      y = fxbackend.attention(q, k, v, None, 0.25, 0, 0.0, slopes)
+
+The walk goes back from the softmax, through values that hold something of the hidden states, to the one product, and
+forward to the product with v. The score function between is run on concrete scores (`fxbackend/scores.py`).
+
+Refuses: a second user of scores or weights, a mask or bias made from hidden states or trained weights, a score function
+that no paged attention computes. The softmax is left, and what needs one meaning of tokens refuses it later by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxbackend.pass_base import Pass, Refuse
+from fxbackend.program import Evaluator, Stage, shape_of
+from fxbackend.rewriter import Rewriter
+from fxbackend.scores import Scores, UnknownScores, read_scores
+
+aten = torch.ops.aten
+dialect = torch.ops.fxbackend
+
+_PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_SOFTMAX = (aten.softmax.int, aten._softmax.default)
+_FORWARD = (aten.to.dtype, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default, aten.expand.default)
+_VIEWS = (*_FORWARD, aten.transpose.int, aten.slice.Tensor)
+_LIMIT = 1 << 26  # elements of a score matrix that are evaluated at once
+
+
+@dataclass(frozen=True)
+class RaiseAttention(Pass):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "raise_attention"
+    stage: ClassVar[Stage] = Stage.SEMANTIC
+
+    def run(self, rw: Rewriter) -> None:
+        """One attention per softmax with a product in front and behind."""
+        hidden = _holding_hidden_states(rw)
+        for softmax in rw.program.calls(*_SOFTMAX):
+            try:
+                product = _back(softmax, hidden)
+                if product is None:
+                    continue
+                last = _forward(softmax)
+                scores = _scores(rw, softmax, product)
+            except Refuse as reason:
+                rw.refuse(softmax, str(reason))
+                continue
+            with rw.at(last, origin=softmax):
+                rw.replace({last: _attention(rw, product, last, scores)})
+            rw.matched()
+
+
+def _holding_hidden_states(rw: Rewriter) -> set[fx.Node]:
+    found = {rw.program.inputs()["input_ids"]}
+    for node in rw.graph.nodes:
+        if node.op == "call_function" and node.target is not aten.sym_size.int and any(
+                arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _back(softmax: fx.Node, hidden: set[fx.Node]) -> fx.Node | None:
+    """The product of queries and keys; None when there is none (a router's softmax)."""
+    node, user = softmax.args[0], softmax
+    while True:
+        if node.target in _PRODUCTS:  # type: ignore[union-attr]
+            break
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())  # type: ignore[union-attr]
+        behind = [arg for arg in node.all_input_nodes if arg in hidden]  # type: ignore[union-attr]
+        if node.op != "call_function" or not (pointwise or node.target in _VIEWS) or not behind:  # type: ignore[union-attr]
+            return None
+        if len(behind) > 1:
+            raise Refuse(f"{node.name} adds two values of the hidden states to one score: {[b.name for b in behind]}")  # type: ignore[union-attr]
+        if len(node.users) > 1:  # type: ignore[union-attr]
+            raise Refuse(f"the scores {node.name} are read elsewhere as well, by "  # type: ignore[union-attr]
+                         f"{[each.name for each in node.users if each is not user]}")  # type: ignore[union-attr]
+        node, user = behind[0], node  # type: ignore[assignment]
+    shape = shape_of(node)  # type: ignore[arg-type]
+    if len(shape) < 3 or not all(isinstance(size, torch.SymInt) for size in shape[-2:]):
+        return None
+    if len(node.users) > 1:  # type: ignore[union-attr]
+        raise Refuse(f"the product {node.name} of queries and keys is read elsewhere as well")  # type: ignore[union-attr]
+    return node  # type: ignore[return-value]
+
+
+def _forward(softmax: fx.Node) -> fx.Node:
+    """The product of weights and values."""
+    if softmax.args[1] != len(shape_of(softmax)) - 1:
+        raise Refuse(f"the softmax runs over dimension {softmax.args[1]}, not over the keys")
+    node = softmax
+    while True:
+        if len(node.users) != 1:
+            raise Refuse(f"the weights {node.name} have {len(node.users)} users: {[each.name for each in node.users]}")
+        (user,) = node.users
+        if user.target in _PRODUCTS:
+            if user.args[0] is not node:
+                raise Refuse(f"the weights {node.name} stand on the right of the product {user.name}")
+            return user
+        if user.target not in _FORWARD:
+            raise Refuse(f"the weights go through {user.target} before they meet the values")
+        node = user
+
+
+def _scores(rw: Rewriter, softmax: fx.Node, product: fx.Node) -> Scores:
+    region: list[fx.Node] = []
+    pending, seen = [softmax.args[0]], {product}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)  # type: ignore[arg-type]
+        if node.op == "get_attr" and node.target not in rw.weights.constants:  # type: ignore[union-attr]
+            raise Refuse(f"the score function reads the trained weight {node.target}")  # type: ignore[union-attr]
+        region.append(node)  # type: ignore[arg-type]
+        pending += node.all_input_nodes  # type: ignore[union-attr]
+    region.sort()
+    heads = [size for size in shape_of(product)[:-2] if size != 1]
+    if not all(isinstance(size, int) for size in heads):
+        raise Refuse(f"the product {product.name} is {list(shape_of(product))}, with tokens among the heads")
+    count = int(torch.Size(heads).numel())  # type: ignore[arg-type]
+
+    def run(length: int):
+        def function(scores: torch.Tensor) -> torch.Tensor:
+            shape = [size if isinstance(size, int) else length for size in shape_of(product)]
+            inputs = {"positions": torch.arange(length), "input_ids": torch.zeros(length, dtype=torch.int64)}
+            evaluator = Evaluator(rw.graph, inputs, rw.weights.constants)
+            values: dict[fx.Node, object] = {product: scores.reshape(shape).to(product.meta["val"].dtype)}
+            for node in region:
+                values[node] = evaluator.value(node, values)
+            return values[softmax.args[0]].reshape(count, length, length).float()  # type: ignore[index, union-attr]
+        return function
+
+    try:
+        with torch.no_grad():
+            return read_scores(run, count, _lengths(region, rw.program.facts.max_model_len, count))
+    except UnknownScores as reason:
+        raise Refuse(str(reason)) from reason
+
+
+def _lengths(region: list[fx.Node], longest: int, heads: int) -> list[int]:
+    """Row lengths to test: around every integer of the region, and as long as memory allows."""
+    longest = min(longest - 1, int((_LIMIT // heads) ** 0.5))
+    integers = {arg for node in region for arg in node.args if isinstance(arg, int) and 2 < arg < longest}
+    wanted = {2, 5, longest} | {near for c in integers for near in (c - 1, c, c + 1, 2 * c + 3)}
+    return sorted(length for length in wanted if 2 <= length <= longest)
+
+
+def _attention(rw: Rewriter, product: fx.Node, last: fx.Node, scores: Scores) -> fx.Node:
+    q = _heads_first(rw, product.args[0])  # type: ignore[arg-type]
+    k = _turned(rw, _heads_first(rw, product.args[1]))  # type: ignore[arg-type]
+    v = _heads_first(rw, last.args[1])  # type: ignore[arg-type]
+    groups = _repeats(k), _repeats(v)
+    if groups[0] is not None and groups[1] is not None and shape_of(groups[0])[0] == shape_of(groups[1])[0]:
+        k, v = groups  # type: ignore[assignment]
+    parts = [rw.call(aten.transpose.int, each, 0, 1) for each in (q, k, v)]
+    slopes = None if scores.slopes is None else _slopes(rw, scores.slopes)
+    new = rw.call(dialect.attention.default, *parts, None, scores.scale, scores.window, scores.softcap, slopes)
+    new = rw.call(aten.transpose.int, new, 0, 1)
+    for _axis in range(len(shape_of(last)) - 3):
+        new = rw.call(aten.unsqueeze.default, new, 0)
+    return new
+
+
+def _turned(rw: Rewriter, node: fx.Node) -> fx.Node:
+    """Keys `[heads, tokens, width]` from `[heads, width, tokens]`."""
+    if node.target is aten.transpose.int and node.args[1:] == (1, 2):
+        return node.args[0]  # type: ignore[return-value]
+    return rw.call(aten.transpose.int, node, 1, 2)
+
+
+def _repeats(node: fx.Node) -> fx.Node | None:
+    """`[kv heads, tokens, width]` behind heads that repeat each of them (grouped and multi-query attention)."""
+    if node.target is aten.repeat_interleave.self_int and node.args[2] == 0:
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is not aten.reshape.default or node.args[0].target is not aten.expand.default:  # type: ignore[union-attr]
+        return None
+    expanded = node.args[0]
+    source = expanded.args[0]  # type: ignore[union-attr]
+    shape, before = shape_of(expanded), shape_of(source)  # type: ignore[arg-type]
+    if source.target is not aten.unsqueeze.default or source.args[1] != 1 or len(shape) != 4:  # type: ignore[union-attr]
+        return None
+    same = before[1] == 1 and shape[0] == before[0] and shape_of(node)[0] == int(shape[0]) * int(shape[1])
+    return source.args[0] if same else None  # type: ignore[return-value, union-attr]
+
+
+def _slopes(rw: Rewriter, slopes: tuple[float, ...]) -> fx.Node:
+    """A constant of this attention alone: one rank of several holds its own heads' slopes."""
+    count = sum(name.startswith("alibi_slopes_") for name in rw.weights.constants)
+    return rw.add_constant(f"alibi_slopes_{count}", torch.tensor(slopes))
+
+
+def _heads_first(rw: Rewriter, node: fx.Node) -> fx.Node:
+    """`[heads, ., .]`, without leading axes of one."""
+    while len(shape_of(node)) > 3:
+        if shape_of(node)[0] != 1:
+            raise Refuse(f"{node.name} is {list(shape_of(node))}, more than heads and two dimensions")
+        node = rw.call(aten.squeeze.dim, node, 0)
+    return node
