@@ -62,10 +62,14 @@ def test_reads_before_do_not_matter() -> None:
     assert exclusive(node, (x, residual))
 
 
-@pytest.mark.parametrize("reader", [
-    lambda block, value: block.call(aten.neg.default, value),
-    lambda block, value: block.call(aten.neg.default, block.call(aten.reshape.default, value, [-1])),
-], ids=["itself", "a view made later"])
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda block, value: block.call(aten.neg.default, value),
+        lambda block, value: block.call(aten.neg.default, block.call(aten.reshape.default, value, [-1])),
+    ],
+    ids=["itself", "a view made later"],
+)
 def test_an_operand_that_is_read_later(reader: Callable[[Block, fx.Node], fx.Node]) -> None:
     for index in (0, 1):
         block = Block()
@@ -123,7 +127,8 @@ def test_a_reduction_may_be_done_in_place() -> None:
 def test_rope_writes_q_and_k_beside_v(again: int | None) -> None:
     block = Block()
     qkv = block.call(dialect.qkv.default, block.x, block.w, None, 4, 4, 4)
-    q, k, v = (block.call(aten.reshape.default, block.call(operator.getitem, qkv, index), [-1, 1, 4]) for index in range(3))
+    parts = [block.call(operator.getitem, qkv, index) for index in range(3)]
+    q, k, v = (block.call(aten.reshape.default, part, [-1, 1, 4]) for part in parts)
     rope = block.call(dialect.rope_qk.default, q, k, block.x, block.w, False)
     turned = [block.call(operator.getitem, rope, index) for index in range(2)]
     out = [block.call(dialect.attention.default, *turned, v, None, 1.0, 0, 0.0)]

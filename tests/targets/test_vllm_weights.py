@@ -13,8 +13,11 @@ from fxbackend.targets.vllm.weights import Loader, Receiver
 from fxbackend.weights import Piece, Slot, WeightPlan
 
 STATE = {
-    "q": torch.arange(8.0).view(4, 2), "k": torch.arange(4.0).view(2, 2) + 50, "conv": torch.arange(6.0).view(2, 3),
-    "packed": torch.arange(12.0).view(6, 2) + 100, "embed": torch.arange(10.0).view(5, 2) + 200,
+    "q": torch.arange(8.0).view(4, 2),
+    "k": torch.arange(4.0).view(2, 2) + 50,
+    "conv": torch.arange(6.0).view(2, 3),
+    "packed": torch.arange(12.0).view(6, 2) + 100,
+    "embed": torch.arange(10.0).view(5, 2) + 200,
 }
 
 
@@ -40,8 +43,11 @@ def plan() -> WeightPlan:
     return made
 
 
-def load(receivers: dict[str, list[Receiver]], state: dict[str, torch.Tensor] | None = None,
-         names: dict[str, str | None] | None = None) -> None:
+def load(
+    receivers: dict[str, list[Receiver]],
+    state: dict[str, torch.Tensor] | None = None,
+    names: dict[str, str | None] | None = None,
+) -> None:
     Loader(plan(), receivers, names or {}).load((STATE if state is None else state).items())
 
 
@@ -79,8 +85,11 @@ def test_every_receiver_of_a_slot_is_filled() -> None:
 
 def test_a_tied_tensor_may_come_under_either_name_or_both() -> None:
     rest = {name: value for name, value in STATE.items() if name != "embed"}
-    for tied in ({"head": STATE["embed"]}, {"embed": STATE["embed"], "head": STATE["embed"]},
-                 {"head": STATE["embed"], "embed": STATE["embed"]}):
+    for tied in (
+        {"head": STATE["embed"]},
+        {"embed": STATE["embed"], "head": STATE["embed"]},
+        {"head": STATE["embed"], "embed": STATE["embed"]},
+    ):
         target = Target()
         load({"embed": [Receiver(target, (5,))]}, rest | tied)
         assert target.got[-1] == (None, STATE["embed"].flatten().tolist())
@@ -100,7 +109,9 @@ def test_missing_and_unexpected_are_one_message_even_of_slots_of_other_stages() 
         load({}, state | {"more": torch.ones(1), "also": torch.ones(1), "old": torch.ones(1)})
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("q", torch.ones(3, 2)), ("embed", torch.ones(5, 3)), ("packed", torch.ones(3, 2))])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("q", torch.ones(3, 2)), ("embed", torch.ones(5, 3)), ("packed", torch.ones(3, 2))]
+)
 def test_a_tensor_of_another_shape_is_named(name: str, wrong: torch.Tensor) -> None:
     everything = {slot.name: [Receiver(Target(), slot.sections)] for slot in plan()}
     with pytest.raises(WeightError, match=f"checkpoint tensor '{name}' is .* does not fit"):
