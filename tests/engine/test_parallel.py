@@ -13,13 +13,27 @@ from tests.engine.forks import Forks
 _TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_two_tensor_parallel_ranks(family: str, forks: Forks, tmp_path: Path) -> None:
-    tiny.save_tiny(family, tmp_path)
+# Packed q/k/v and a bias after the reduction; one key head that both ranks hold; norms per head and over all heads.
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "one key head": ("gemma", {"num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "stablelm": ("stablelm", {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("llama", "gpt_neox") else pytest.mark.full) for name in MODELS]
+)
+def test_two_tensor_parallel_ranks(name: str, forks: Forks, tmp_path: Path) -> None:
+    family, changes = MODELS[name]
+    tiny.save_tiny(family, tmp_path, **changes)
     dump = tmp_path / "dump"
-    done = forks.run(
-        tasks.compare, str(tmp_path), tensor_parallel_size=2, environment=_TWO | {"FXBACKEND_DUMP": str(dump)}
-    )
+    environment = _TWO | {"FXBACKEND_DUMP": str(dump)}
+    done = forks.run(tasks.compare, str(tmp_path), tensor_parallel_size=2, environment=environment)
     assert done.worst < 1e-4
     assert done.greedy
     assert done.plain == ()

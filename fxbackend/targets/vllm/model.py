@@ -85,7 +85,7 @@ def _saved(model_config: ModelConfig) -> Program:
     facts, asked = program.facts, (model_config.dtype, model_config.max_model_len)
     if facts.dtype != asked[0] or facts.max_model_len < asked[1]:
         raise InputError(
-            f"{model_config.model} holds a program saved for {facts.dtype} and max_model_len={facts.max_model_len}, and "
+            f"{model_config.model} holds a program saved for {facts.dtype} and max_model_len={facts.max_model_len}; "
             f"the engine was asked for {asked[0]} and max_model_len={asked[1]}: convert the model again for these."
         )
     return program
