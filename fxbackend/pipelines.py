@@ -5,6 +5,7 @@ from __future__ import annotations
 from fxbackend.passes.attention import Attention
 from fxbackend.passes.canonicalize import Canonicalize
 from fxbackend.passes.canonicalize_views import CanonicalizeViews
+from fxbackend.passes.cut_pipeline import CutPipeline
 from fxbackend.passes.drop_batch_axis import DropBatchAxis
 from fxbackend.passes.functionalize import Functionalize
 from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
@@ -17,6 +18,7 @@ from fxbackend.passes.positions import Positions
 from fxbackend.passes.raise_attention import RaiseAttention
 from fxbackend.passes.rms_norm import RmsNorm
 from fxbackend.passes.rope import Rope
+from fxbackend.passes.shard_tensor_parallel import ShardTensorParallel
 from fxbackend.passes.simplify_views import SimplifyViews
 from fxbackend.passes.vocabulary import Vocabulary
 from fxbackend.pipeline import Pipeline
@@ -43,5 +45,21 @@ def default_pipeline() -> Pipeline:
             FuseGlu(),  # after linear
             FuseAddRmsNorm(),  # after rms_norm; the other addend may come from any block
             FuseRope(),  # last: q and k become results of one op
+        )
+    )
+
+
+def parallel_pipeline(world: int, rank: int, layers: tuple[int, ...]) -> Pipeline:
+    """From the fused program to that of one rank.
+
+    Args:
+        world: number of tensor-parallel ranks.
+        rank: one of them.
+        layers: how many attentions each pipeline stage holds.
+    """
+    return Pipeline(
+        (
+            ShardTensorParallel(world, rank),  # before the cuts: a reduction stands before the place of a cut
+            CutPipeline(layers),
         )
     )

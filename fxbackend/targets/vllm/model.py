@@ -27,10 +27,7 @@ from fxbackend.errors import FxBackendError, InputError
 from fxbackend.hf.checkpoint import Checkpoint
 from fxbackend.hf.source import Source, open_source
 from fxbackend.observers import Observer
-from fxbackend.passes.cut_pipeline import CutPipeline
-from fxbackend.passes.shard_tensor_parallel import ShardTensorParallel
-from fxbackend.pipeline import Pipeline
-from fxbackend.pipelines import default_pipeline
+from fxbackend.pipelines import default_pipeline, parallel_pipeline
 from fxbackend.program import Program, shape_of, value_of
 from fxbackend.report import Report
 from fxbackend.saved import MODEL_TYPE
@@ -252,8 +249,8 @@ def _parallel(program: Program, observers: list[Observer]) -> Program:
     stages = get_pp_group().world_size
     count = len(program.calls(dialect.attention.default))
     borders = [get_pp_indices(count, stage, stages) for stage in range(stages)]
-    passes = (ShardTensorParallel(world, rank), CutPipeline(tuple(end - start for start, end in borders)))
-    program = Pipeline(passes).run(program, observers)
+    layers_per_stage = tuple(end - start for start, end in borders)
+    program = parallel_pipeline(world, rank, layers_per_stage).run(program, observers)
     number_attentions(program)
     return program
 
