@@ -1,4 +1,4 @@
-"""Runs functions in children of one warmed process: torch, transformers and vLLM are imported once, a model costs seconds.
+"""Runs functions in children of one warmed process: torch, transformers and vLLM are imported once.
 
 The warmed process is a program of its own (`python -m tests.engine.forks`), started with one OpenMP thread: a fork of a
 process that runs threads may hang.
@@ -24,9 +24,16 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
 }
 
 
@@ -39,14 +46,24 @@ class Forks:
 
     def __init__(self) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("FXBACKEND_", "VLLM_"))}
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            cwd=ROOT, env=environment | ENVIRONMENT,
+            [sys.executable, "-m", "tests.engine.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd=ROOT,
+            env=environment | ENVIRONMENT,
         )
 
-    def run(self, function: Callable[..., Any], *args: object, timeout: float = 120,
-            environment: Mapping[str, str] | None = None, **kwargs: object) -> Any:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        timeout: float = 120,
+        environment: Mapping[str, str] | None = None,
+        **kwargs: object,
+    ) -> Any:
         """The result of a function of a module, called in a child.
 
         Raises:
@@ -111,8 +128,9 @@ def _serve() -> None:
         _send(answers, _in_child(*request))
 
 
-def _in_child(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], environment: dict[str, str],
-              timeout: float) -> tuple[str, object, str]:
+def _in_child(
+    module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], environment: dict[str, str], timeout: float
+) -> tuple[str, object, str]:
     with tempfile.TemporaryDirectory(prefix="fxbackend_child_") as folder:
         result, log = Path(folder, "result"), Path(folder, "log")
         child = os.fork()
@@ -128,8 +146,15 @@ def _in_child(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         return kind, value, text
 
 
-def _child(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], environment: dict[str, str],
-           result: Path, log: Path) -> None:
+def _child(
+    module: str,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    environment: dict[str, str],
+    result: Path,
+    log: Path,
+) -> None:
     os.setsid()
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(handle, 1)

@@ -19,9 +19,17 @@ if TYPE_CHECKING:
 LENGTH = 64
 # Blocks and batches so small that prompts are prefilled in chunks, and shared prefixes fill blocks of the cache.
 ENGINE = {
-    "model_impl": "transformers", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": LENGTH,
-    "max_num_seqs": 4, "skip_tokenizer_init": True, "enforce_eager": True, "max_logprobs": -1, "block_size": 32,
-    "max_num_batched_tokens": 20, "enable_prefix_caching": True,
+    "model_impl": "transformers",
+    "dtype": "float32",
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_model_len": LENGTH,
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_logprobs": -1,
+    "block_size": 32,
+    "max_num_batched_tokens": 20,
+    "enable_prefix_caching": True,
 }
 PROMPTS = ([5, 9, 33], list(range(3, 40)), [7, 8, 11] * 6)
 AGAIN = (list(range(3, 37)) + [90, 91], list(range(3, 40)), [44])  # begin as prompts before them: cached prefixes
@@ -71,14 +79,20 @@ def start(directory: str, **changes: object) -> LLM:
     return LLM(model=directory, **{**ENGINE, **changes})  # type: ignore[arg-type]
 
 
-def generate(llm: LLM, prompts: Sequence[list[int]], count: int = 8, everything: bool = True,
-             prompt_rows: bool = True) -> Generated:
+def generate(
+    llm: LLM, prompts: Sequence[list[int]], count: int = 8, everything: bool = True, prompt_rows: bool = True
+) -> Generated:
     """Greedy tokens, with the log-probabilities of the whole vocabulary where `everything` is asked for."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True,
-                            logprobs=-1 if everything else None,
-                            prompt_logprobs=-1 if everything and prompt_rows else None)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=count,
+        detokenize=False,
+        ignore_eos=True,
+        logprobs=-1 if everything else None,
+        prompt_logprobs=-1 if everything and prompt_rows else None,
+    )
     done = Generated()
     for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False):
         done.tokens.append(list(output.outputs[0].token_ids))
@@ -149,8 +163,15 @@ def compiled(directory: str, without: str | None = None, **changes: object) -> C
     counts = torch._dynamo.utils.counters
     graphs = counts["stats"]["unique_graphs"]  # after the warm-up; the kernel that ranks log-probabilities comes later
     done = generate(llm, PROMPTS)
-    return Compiled(done.tokens, done.logprobs, key(llm), graphs, len(counts["graph_break"]),
-                    counter.num_aot_artifacts_saved, counter.num_aot_artifacts_loaded)
+    return Compiled(
+        done.tokens,
+        done.logprobs,
+        key(llm),
+        graphs,
+        len(counts["graph_break"]),
+        counter.num_aot_artifacts_saved,
+        counter.num_aot_artifacts_loaded,
+    )
 
 
 @contextmanager
@@ -243,3 +264,68 @@ def peak(directory: str, **changes: object) -> int:
 def _resident(name: str) -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{name}:"))
+
+
+# Layers of vLLM that compute; the linears are one kind, whichever way they would be split.
+_KINDS = {
+    "ReplicatedLinear": "linear",
+    "RowParallelLinear": "linear",
+    "QKVParallelLinear": "qkv",
+    "MergedColumnParallelLinear": "gate_up",
+    "RMSNorm": "norm",
+    "RotaryEmbedding": "rope",
+    "Attention": "attention",
+    "SiluAndMul": "act_and_mul",
+    "VocabParallelEmbedding": "embedding",
+    "ParallelLMHead": "head",
+}
+_calls: dict[str, int] = {}
+
+
+def layer_calls(directory: str, **changes: object) -> dict[str, int]:
+    """How often each kind of layer of vLLM runs in one forward of the body."""
+    llm = start(directory, **changes)
+    llm.apply_model(_count)
+    generate(llm, PROMPTS[:1], count=1, everything=False)
+    return dict(sorted(_calls.items()))
+
+
+def _count(model: Any) -> None:
+    def hook(module: Any, _inputs: object, _output: object) -> None:
+        kind = _KINDS[type(module).__name__]
+        _calls[kind] = _calls.get(kind, 0) + 1
+
+    for module in model.modules():
+        if type(module).__name__ in _KINDS and type(module).__module__.startswith("vllm."):
+            module.register_forward_hook(hook)
+
+
+@dataclass
+class Written:
+    """A prompt, what was generated, and the log-probabilities of it by the engine and by Transformers."""
+
+    tokens: list[int]
+    greedy: bool
+    worst: float
+    cached: int
+
+
+def written(directory: str, prompts: Sequence[str], count: int, **changes: object) -> list[Written]:
+    """Greedy text of a real model, token by token against Transformers."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    llm = start(directory, **{"max_model_len": 512, "max_logprobs": 1, **changes})
+    params = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True, logprobs=1)
+    outputs = llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
+    model, done = reference(directory), []
+    for prompt, output in zip(ids, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        expected = tiny.hf_logits(model, torch.tensor(prompt + tokens)).log_softmax(-1)[len(prompt) - 1 : -1]
+        rows = zip(output.outputs[0].logprobs, tokens, strict=True)
+        given = torch.tensor([row[token].logprob for row, token in rows])
+        worst = float((expected[torch.arange(len(tokens)), tokens] - given).abs().max())
+        done.append(Written(tokens, expected.argmax(-1).tolist() == tokens, worst, output.num_cached_tokens or 0))
+    return done

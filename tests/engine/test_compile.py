@@ -14,7 +14,9 @@ from tests.engine.forks import Forks
 
 def test_programs_never_share_a_key(forks: Forks, tmp_path: Path) -> None:
     tiny.save_tiny("llama", tmp_path)
-    keys = [forks.run(tasks.key_of, str(tmp_path), without) for without in (None, None, "fuse_glu", "fuse_add_rms_norm")]
+    keys = [
+        forks.run(tasks.key_of, str(tmp_path), without) for without in (None, None, "fuse_glu", "fuse_add_rms_norm")
+    ]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 
@@ -23,8 +25,10 @@ def test_programs_never_share_a_key(forks: Forks, tmp_path: Path) -> None:
 def test_one_graph_that_the_next_start_loads_and_another_program_does_not(forks: Forks, tmp_path: Path) -> None:
     model = tiny.save_tiny("llama", tmp_path)
     cache = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    runs = [forks.run(tasks.compiled, str(tmp_path), without, timeout=400, environment=cache)
-            for without in (None, None, "fuse_glu")]
+    runs = [
+        forks.run(tasks.compiled, str(tmp_path), without, timeout=400, environment=cache)
+        for without in (None, None, "fuse_glu")
+    ]
     first, again, other = runs
     assert (first.graphs, first.breaks, first.saved, first.loaded) == (1, 0, 1, 0)
     assert (again.saved, again.loaded) == (0, 1)

@@ -12,6 +12,7 @@ from tests.engine.forks import Forks
 
 TOLERANCE = 1e-4
 
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_log_probabilities_are_those_of_transformers(family: str, forks: Forks, tmp_path: Path) -> None:
     tiny.save_tiny(family, tmp_path)

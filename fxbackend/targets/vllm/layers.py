@@ -46,12 +46,26 @@ _QKV = ("q", "k", "v")
 _HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-class Embedding(nn.Module):
+class Adapter(nn.Module):
+    """What a lowered program calls in place of an op."""
+
+    def load(self, name: str, value: torch.Tensor, section: int | None = None) -> None:
+        """Fills a weight from a whole tensor, over all ranks."""
+        raise LoweringError(f"{type(self).__name__} has no weight {name!r}.")
+
+
+class Embedding(Adapter):
     """`embedding`: a vocabulary table split by rank, or any other table held whole (`replicated`)."""
 
     def __init__(
-        self, rows: int, width: int, *, replicated: bool = False, dtype: torch.dtype | None = None,
-        quant_config: QuantizationConfig | None = None, prefix: str = "",
+        self,
+        rows: int,
+        width: int,
+        *,
+        replicated: bool = False,
+        dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         self.layer = VocabParallelEmbedding(
@@ -66,7 +80,7 @@ class Embedding(nn.Module):
         self.layer.weight_loader(getattr(self.layer, name), value)
 
 
-class Linear(nn.Module):
+class Linear(Adapter):
     """`linear`, held whole (`replicated`), split by output (`column`) or by input (`row`).
 
     Args:
@@ -76,13 +90,25 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, *, bias: bool = False, mode: str = "replicated",
-        sections: tuple[int, ...] = (), reduce: bool = True, dtype: torch.dtype | None = None,
-        quant_config: QuantizationConfig | None = None, prefix: str = "",
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        mode: str = "replicated",
+        sections: tuple[int, ...] = (),
+        reduce: bool = True,
+        dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         common = {
-            "bias": bias, "params_dtype": dtype, "quant_config": quant_config, "prefix": prefix, "return_bias": False,
+            "bias": bias,
+            "params_dtype": dtype,
+            "quant_config": quant_config,
+            "prefix": prefix,
+            "return_bias": False,
         }
         stacked = len(sections) > 1
         if stacked and sum(sections) != outputs:
@@ -111,22 +137,41 @@ class Linear(nn.Module):
             param.weight_loader(param, value, section)
 
 
-class QKV(nn.Module):
+class QKV(Adapter):
     """`qkv`: the stacked projection, split by heads; fewer key heads than ranks are held by several ranks each."""
 
     def __init__(
-        self, inputs: int, heads: int, kv_heads: int, head_size: int, v_head_size: int | None = None, *,
-        bias: bool = False, dtype: torch.dtype | None = None, replicated: bool = False,
-        quant_config: QuantizationConfig | None = None, prefix: str = "",
+        self,
+        inputs: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        v_head_size: int | None = None,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        replicated: bool = False,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         self.layer = QKVParallelLinear(
-            inputs, head_size, heads, kv_heads, bias=bias, params_dtype=dtype, quant_config=quant_config,
-            prefix=prefix, return_bias=False, disable_tp=replicated, v_head_size=v_head_size,
+            inputs,
+            head_size,
+            heads,
+            kv_heads,
+            bias=bias,
+            params_dtype=dtype,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=False,
+            disable_tp=replicated,
+            v_head_size=v_head_size,
         )
         layer = self.layer
         self.sizes = [
-            layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size,
+            layer.num_heads * layer.head_size,
+            layer.num_kv_heads * layer.head_size,
             layer.num_kv_heads * layer.v_head_size,
         ]
 
@@ -143,7 +188,7 @@ class QKV(nn.Module):
             param.weight_loader(param, value, _QKV[section])
 
 
-class GLU(nn.Module):
+class GLU(Adapter):
     """`glu`: the gated unit over a stacked `[gate, up]`."""
 
     def __init__(self, activation: str) -> None:
@@ -192,11 +237,17 @@ def _norm_layer(
     return _ReferenceRMSNorm(width, eps, offset, cast, dtype)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Adapter):
     """`rms_norm`, over the last dimension of `[tokens, width]` or `[tokens, heads, width]`."""
 
     def __init__(
-        self, width: int, eps: float, *, offset: float = 0.0, cast: str = "before", weighted: bool = True,
+        self,
+        width: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        cast: str = "before",
+        weighted: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -214,8 +265,15 @@ class AddRMSNorm(RMSNorm):
     """`add_rms_norm`. In 16 bits vLLM normalises the sum before it is rounded, as its own models do."""
 
     def __init__(
-        self, width: int, eps: float, *, offset: float = 0.0, cast: str = "before", weighted: bool = True,
-        dtype: torch.dtype | None = None, inplace: bool = False,
+        self,
+        width: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        cast: str = "before",
+        weighted: bool = True,
+        dtype: torch.dtype | None = None,
+        inplace: bool = False,
     ) -> None:
         super().__init__(width, eps, offset=offset, cast=cast, weighted=weighted, dtype=dtype)
         self.functional = not inplace and isinstance(self.layer, VllmRMSNorm)
@@ -227,7 +285,7 @@ class AddRMSNorm(RMSNorm):
         return ir.ops.fused_add_rms_norm(x, residual, weight, self.layer.variance_epsilon)
 
 
-class Rope(nn.Module):
+class Rope(Adapter):
     """`rope` and `rope_qk` over an evaluated table `[max_model_len, R]`, cos in the first half of a row, then sin."""
 
     def __init__(
@@ -271,7 +329,7 @@ def padded_head_size(size: int, has_sinks: bool = False, has_window: bool = Fals
     raise LoweringError(f"no attention backend of this platform has a head size of {size} or more.")
 
 
-class Attention(nn.Module):
+class Attention(Adapter):
     """`attention` over vLLM's paged KV cache. Head counts are those of one rank.
 
     Args:
@@ -279,9 +337,20 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, head_size: int, v_head_size: int, *, scale: float, window: int = 0,
-        softcap: float = 0.0, sinks: bool = False, alibi_slopes: list[float] | None = None, cache_config: CacheConfig | None = None,
-        quant_config: QuantizationConfig | None = None, name: str = "",
+        self,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        v_head_size: int,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: bool = False,
+        alibi_slopes: list[float] | None = None,
+        cache_config: CacheConfig | None = None,
+        quant_config: QuantizationConfig | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.heads, self.head_size, self.v_head_size = heads, head_size, v_head_size
@@ -295,8 +364,16 @@ class Attention(nn.Module):
             cache_config = copy.copy(cache_config)
             cache_config.sliding_window = None
         self.layer = VllmAttention(
-            heads, self.padded, scale, num_kv_heads=kv_heads, cache_config=cache_config, quant_config=quant_config,
-            logits_soft_cap=softcap or None, per_layer_sliding_window=window or None, prefix=name, **extra,
+            heads,
+            self.padded,
+            scale,
+            num_kv_heads=kv_heads,
+            cache_config=cache_config,
+            quant_config=quant_config,
+            logits_soft_cap=softcap or None,
+            per_layer_sliding_window=window or None,
+            prefix=name,
+            **extra,
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -313,7 +390,7 @@ class Attention(nn.Module):
         self.sinks.data.copy_(value[start : start + self.heads])
 
 
-class LMHead(nn.Module):
+class LMHead(Adapter):
     """`lm_head`: logits of the whole vocabulary on every rank, None where the platform gathers on the first rank only.
 
     Args:
@@ -321,14 +398,19 @@ class LMHead(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, width: int, *, bias: bool = False, tied: Embedding | None = None,
-        dtype: torch.dtype | None = None, quant_config: QuantizationConfig | None = None, prefix: str = "",
+        self,
+        vocabulary: int,
+        width: int,
+        *,
+        bias: bool = False,
+        tied: Embedding | None = None,
+        dtype: torch.dtype | None = None,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         with torch.device("meta" if tied is not None else torch.empty(0).device):
-            self.layer = ParallelLMHead(
-                vocabulary, width, params_dtype=dtype, quant_config=quant_config, prefix=prefix
-            )
+            self.layer = ParallelLMHead(vocabulary, width, params_dtype=dtype, quant_config=quant_config, prefix=prefix)
         if tied is not None:
             self.layer = self.layer.tie_weights(tied.layer)
         if bias:

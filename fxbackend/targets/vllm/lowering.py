@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 from vllm.config import VllmConfig
 
 from fxbackend.errors import LoweringError
@@ -22,6 +22,7 @@ from fxbackend.ops import OPS
 from fxbackend.printer import node_text
 from fxbackend.program import PassRecord, Program, Stage, module_of
 from fxbackend.split import Part
+from fxbackend.targets.vllm.layers import Adapter, Embedding
 from fxbackend.targets.vllm.weights import Receiver
 from fxbackend.weights import Shard, Slot
 
@@ -29,7 +30,6 @@ aten = torch.ops.aten
 dialect = torch.ops.fxbackend
 
 Builders = Mapping[object, Callable[["PartLowering", fx.Node], fx.Node]]
-LAYER = "attention_number"  # in a node's meta: the number of an attention in the whole program
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Shared:
     program: Program
     config: VllmConfig
     receivers: dict[str, list[Receiver]] = field(default_factory=dict)
-    embeddings: dict[str, nn.Module] = field(default_factory=dict)
+    embeddings: dict[str, Embedding] = field(default_factory=dict)
     plain: list[fx.Node] = field(default_factory=list)
 
     @property
@@ -60,8 +60,9 @@ class Shared:
         """This one among the tensor-parallel ranks."""
         return self.program.facts.rank
 
-    def receive(self, slot: Slot, load: Callable[[torch.Tensor, int | None], None],
-                sections: tuple[int, ...] = ()) -> None:
+    def receive(
+        self, slot: Slot, load: Callable[[torch.Tensor, int | None], None], sections: tuple[int, ...] = ()
+    ) -> None:
         """Lets `load` take the value of a slot."""
         self.receivers.setdefault(slot.name, []).append(Receiver(load, sections))
 
@@ -84,7 +85,7 @@ class PartLowering:
         self._paths: set[str] = set()
 
     def run(self) -> fx.GraphModule:
-        """The lowered part; `check` has seen the program."""
+        """The lowered part of a program that `check` has seen."""
         for node in self.part.graph.nodes:
             if node in self.nodes or node.op == "get_attr":
                 continue
@@ -112,7 +113,7 @@ class PartLowering:
         new = self.graph.node_copy(node, self.value)
         if target is not None:
             new.target = target
-        new.args, new.kwargs = map_aggregate((new.args, new.kwargs), _on_the_engines_device)  # type: ignore[assignment]
+        new.args, new.kwargs = map_aggregate((new.args, new.kwargs), _on_the_engines_device)
         if node.target is aten.reshape.default:
             sizes = list(new.args[1])  # type: ignore[arg-type]
             symbolic = [index for index, size in enumerate(sizes) if isinstance(size, fx.Node)]
@@ -130,8 +131,15 @@ class PartLowering:
         self.shared.plain.append(node)
         return self.copy(node, OPS[node.target].reference)  # type: ignore[index]
 
-    def call(self, node: fx.Node, path: str, key: object, make: Callable[[str], nn.Module],
-             operands: Sequence[fx.Node | None], fill: Callable[[nn.Module], None] | None = None) -> fx.Node:
+    def call(
+        self,
+        node: fx.Node,
+        path: str,
+        key: object,
+        make: Callable[[str], Adapter],
+        operands: Sequence[object],
+        fill: Callable[[Adapter], None] | None = None,
+    ) -> fx.Node:
         """A call of an adapter in place of `node`.
 
         Args:
@@ -149,7 +157,7 @@ class PartLowering:
             self._modules[key] = place
             if fill is not None:
                 fill(adapter)
-        arguments = tuple(None if each is None else self.value(each) for each in operands)
+        arguments = tuple(None if each is None else self.value(each) for each in operands)  # type: ignore[arg-type]
         new = self.graph.create_node("call_module", self._modules[key], arguments, name=node.name)
         new.meta = dict(node.meta)
         return new
@@ -187,11 +195,13 @@ class PartLowering:
         return new
 
 
-def _on_the_engines_device(value: object) -> object:
+def _on_the_engines_device(value: Argument) -> Argument:
     return torch.empty(0).device if isinstance(value, torch.device) else value
 
 
-def _fill(shared: Shared, shard: Shard | None, parameter: nn.Parameter, value: torch.Tensor, section: int | None) -> None:
+def _fill(
+    shared: Shared, shard: Shard | None, parameter: nn.Parameter, value: torch.Tensor, section: int | None
+) -> None:
     parameter.data.copy_(shared.take(shard, value))
 
 
@@ -203,7 +213,7 @@ def check(program: Program, builders: Builders) -> None:
     """
     places = [node for node in program.graph.nodes if node.target in OPS and node.target not in builders]
     if places:
-        listed = "; ".join(f"{OPS[node.target].name} at {node.name} in {module_of(node) or 'no module'}" for node in places)
+        listed = "; ".join(f"{node.name} in {module_of(node) or 'no module'}: {node_text(node)}" for node in places)
         raise LoweringError(f"the engine has no builder for: {listed}.")
 
 
@@ -211,7 +221,7 @@ def number_attentions(program: Program) -> int:
     """Writes on every attention its number in the program (a KV cache is named by it); returns how many there are."""
     attentions = program.calls(dialect.attention.default)
     for number, node in enumerate(attentions):
-        node.meta[LAYER] = number
+        node.meta["attention_number"] = number
     return len(attentions)
 
 
@@ -228,14 +238,22 @@ def lowered_program(shared: Shared, parts: Sequence[fx.GraphModule], started: fl
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
             if node.op == "call_module":
                 mapping[node].op = "call_function"
-                mapping[node].target = _named(part.get_submodule(str(node.target)))  # type: ignore[assignment]
+                mapping[node].target = _named(part.get_submodule(str(node.target)))
     graph.output(results[0] if len(results) == 1 else tuple(results))
+    nodes = [node for part in parts for node in part.graph.nodes]
     record = PassRecord(
-        "lower", Stage.LOWERED, sum(node.op == "call_module" for part in parts for node in part.graph.nodes),
-        len(source.graph.nodes), sum(len(part.graph.nodes) for part in parts), (time.perf_counter() - started) * 1e3, True,
+        "lower",
+        Stage.LOWERED,
+        matches=sum(node.op == "call_module" for node in nodes),
+        nodes_before=len(source.graph.nodes),
+        nodes_after=len(nodes),
+        milliseconds=(time.perf_counter() - started) * 1e3,
+        changed=True,
     )
-    notes = tuple(f"{module_of(node)}: {OPS[node.target].name} is called by its plain torch body."  # type: ignore[index]
-                  for node in shared.plain)
+    notes = tuple(
+        f"{module_of(node)}: {OPS[node.target].name} is called by its plain torch body."  # type: ignore[index]
+        for node in shared.plain
+    )
     facts = dataclasses.replace(source.facts, notes=source.facts.notes + notes)
     return Program(graph, source.weights, facts, Stage.LOWERED, source.fake_mode, [*source.history, record])
 
@@ -280,4 +298,3 @@ def _sweep(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
-

@@ -84,9 +84,10 @@ def _saved(model_config: ModelConfig) -> Program:
     program = load_program(model_config.model)
     facts, asked = program.facts, (model_config.dtype, model_config.max_model_len)
     if facts.dtype != asked[0] or facts.max_model_len < asked[1]:
-        raise InputError(f"{model_config.model} holds a program saved for {facts.dtype} and max_model_len="
-                         f"{facts.max_model_len}, and the engine was asked for {asked[0]} and max_model_len={asked[1]}: "
-                         "convert the model again for these.")
+        raise InputError(
+            f"{model_config.model} holds a program saved for {facts.dtype} and max_model_len={facts.max_model_len}, and "
+            f"the engine was asked for {asked[0]} and max_model_len={asked[1]}: convert the model again for these."
+        )
     return program
 
 
@@ -124,13 +125,16 @@ def _float32() -> Iterator[None]:
 class Decoder(nn.Module):
     """The body of this pipeline stage, compiled as one graph."""
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", body: fx.GraphModule, entering: tuple[str, ...],
-                 last: bool) -> None:
+    def __init__(
+        self, *, vllm_config: VllmConfig, prefix: str = "", body: fx.GraphModule, entering: tuple[str, ...], last: bool
+    ) -> None:
         super().__init__()
         self.body, self.entering, self.last = body, entering, last
 
     def forward(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor,
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
         intermediate_tensors: IntermediateTensors | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         entering = [intermediate_tensors[name] for name in self.entering] if intermediate_tensors is not None else []
@@ -158,7 +162,8 @@ class FxbackendForCausalLM(nn.Module, SupportsPP):
         try:
             conversion = convert(config, observers, str(vllm_config.load_config.load_format))
         except FxBackendError as error:
-            raise type(error)(f"{error} To let vLLM's own backend serve this model, set FXBACKEND_FALLBACK=1.") from error
+            hint = "To let vLLM's own backend serve this model, set FXBACKEND_FALLBACK=1."
+            raise type(error)(f"{error} {hint}") from error
         program = _parallel(conversion.program, observers)
         _set_geometry(config, conversion.program)
         lowered = self._build(vllm_config, prefix, program)
@@ -177,11 +182,15 @@ class FxbackendForCausalLM(nn.Module, SupportsPP):
         stage = parts.stages[group.rank_in_group]
         shared = Shared(program, vllm_config)
         body = PartLowering(shared, stage, BUILDERS).run()
-        self._entering = {str(node.target): value_of(node) for node in stage.graph.find_nodes(op="placeholder")
-                          if node.target not in ("input_ids", "positions")}
+        self._entering = {
+            str(node.target): value_of(node)
+            for node in stage.graph.find_nodes(op="placeholder")
+            if node.target not in ("input_ids", "positions")
+        }
         _set_key(vllm_config, program, body)
-        self.decoder = Decoder(vllm_config=vllm_config, prefix=prefix, body=body, entering=tuple(self._entering),
-                               last=group.is_last_rank)
+        self.decoder = Decoder(
+            vllm_config=vllm_config, prefix=prefix, body=body, entering=tuple(self._entering), last=group.is_last_rank
+        )
         lowered = [body]
         if group.is_last_rank:
             head = PartLowering(shared, parts.head, BUILDERS).run()
@@ -201,14 +210,19 @@ class FxbackendForCausalLM(nn.Module, SupportsPP):
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
         """Buffers for what the stage before sends."""
-        return IntermediateTensors({
-            name: torch.zeros((batch_size, *value.shape[1:]), dtype=value.dtype, device=device)
-            for name, value in self._entering.items()
-        })
+        return IntermediateTensors(
+            {
+                name: torch.zeros((batch_size, *value.shape[1:]), dtype=value.dtype, device=device)
+                for name, value in self._entering.items()
+            }
+        )
 
     def forward(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None, inputs_embeds: torch.Tensor | None = None,
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         """What the head reads, or what goes to the next stage."""
         if inputs_embeds is not None:
@@ -234,7 +248,8 @@ class FxbackendForCausalLM(nn.Module, SupportsPP):
 
 def _parallel(program: Program, observers: list[Observer]) -> Program:
     """The program of this tensor-parallel rank, cut where vLLM splits its layers."""
-    world, rank, stages = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank(), get_pp_group().world_size
+    world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    stages = get_pp_group().world_size
     count = len(program.calls(dialect.attention.default))
     borders = [get_pp_indices(count, stage, stages) for stage in range(stages)]
     passes = (ShardTensorParallel(world, rank), CutPipeline(tuple(end - start for start, end in borders)))
@@ -271,13 +286,17 @@ def _set_geometry(config: ModelConfig, program: Program) -> None:
 
 def _head_and_tail(head: fx.GraphModule) -> tuple[nn.Module, fx.GraphModule | None]:
     """The vocabulary projection, and what follows it as a module of `(hidden_states, logits)`, None for nothing."""
-    (call,) = (node for node in head.graph.nodes
-               if node.op == "call_module" and isinstance(head.get_submodule(node.target), layers.LMHead))
+    (call,) = (
+        node
+        for node in head.graph.nodes
+        if node.op == "call_module" and isinstance(head.get_submodule(node.target), layers.LMHead)
+    )
     projection = head.get_submodule(call.target)
     (out,) = head.graph.find_nodes(op="output")
     if out.all_input_nodes == [call]:
         return projection, None
-    graph, mapping = fx.Graph(), {}
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
     for node in head.graph.nodes:
         if node.op == "output":
             graph.output(mapping[node.all_input_nodes[0]])

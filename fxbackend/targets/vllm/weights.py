@@ -30,9 +30,9 @@ class Loader:
 
     def __init__(self, plan: WeightPlan, receivers: Mapping[str, list[Receiver]], names: Mapping[str, str | None]):
         """Args:
-            plan: of the whole program, all stages together: every rank sees the whole checkpoint.
-            receivers: by slot name, for the slots of this rank and stage.
-            names: the name of the plan for a name of the checkpoint, None for one that is skipped; others stay.
+        plan: of the whole program, all stages together: every rank sees the whole checkpoint.
+        receivers: by slot name, for the slots of this rank and stage.
+        names: the name of the plan for a name of the checkpoint, None for one that is skipped; others stay.
         """
         self.plan, self.receivers, self.names = plan, receivers, names
         self._readers = plan.sources()
@@ -95,5 +95,7 @@ def _streams(slot: Slot, receivers: Iterable[Receiver]) -> bool:
 
 
 def _misfit(slot: Slot, source: str, tensor: torch.Tensor) -> WeightError:
-    return WeightError(f"the checkpoint tensor {source!r} is {tuple(tensor.shape)} and does not fit {slot.name!r} of shape "
-                       f"{slot.shape}: check that config.json and the weight files belong together.")
+    return WeightError(
+        f"the checkpoint tensor {source!r} is {tuple(tensor.shape)} and does not fit {slot.name!r} of shape "
+        f"{slot.shape}: check that config.json and the weight files belong together."
+    )
