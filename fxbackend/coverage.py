@@ -1,7 +1,7 @@
 """Which causal language models of Transformers are converted, and how far their logits are from Transformers' own.
 
-Every type of the zoo is examined in a forked child process: what crashes or hangs there becomes a row of the table. Rows are
-appended to a file of JSON lines as they come, and a run goes on where the last one stopped.
+Every type of the zoo is examined in a forked child process: what crashes or hangs there becomes a row of the table.
+Rows are appended to a file of JSON lines as they come, and a run goes on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import signal
 import time
 import traceback
@@ -29,6 +30,15 @@ TIMEOUT = 120.0  # seconds a type may take
 TOLERANCE = 1e-4  # largest difference over largest logit
 LENGTHS = (17, 9)  # of the prompts: longer than the zoo's windows, and different
 _REFUSALS = (CaptureError, UnsupportedModelError, LoweringError)
+
+_HEAD = """# Coverage
+
+Written by `fxbackend coverage --markdown`; do not edit.
+
+A tiny random model of every type in Transformers' causal language-model mapping, converted, and its logits compared
+with those of Transformers: eager attention, float32, two prompts of different length in one row. The error is the
+largest difference over the largest logit.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,28 @@ class Row:
         return None if self.error is None or not self.scale else self.error / self.scale
 
 
+def zoo_keys(wanted: Iterable[str] = ()) -> dict[str, str]:
+    """The keys of the zoo, or those of them that are wanted; each with the reason why it is left out, mostly none.
+
+    Raises:
+        InputError: one is not in the zoo.
+    """
+    import fxbackend.hf.source  # here, once, and not in every child
+    import fxbackend.pipelines  # noqa: F401
+    from fxbackend.hf.zoo import model_types
+    from fxbackend.hf.zoo_types import EXCLUDED
+
+    known = {key: EXCLUDED.get(key, "") for key in sorted({*model_types(), *EXCLUDED})}
+    wanted = list(wanted) or list(known)
+    for key in wanted:
+        if key not in known:
+            raise InputError(
+                f"{key!r} is no type of causal language model in Transformers and no variant of the zoo: "
+                "use the model_type of its config.json, or give nothing to examine all."
+            )
+    return {key: known[key] for key in wanted}
+
+
 def examine(key: str) -> Row:
     """Builds, captures, converts and compares one type; every exception becomes the row's reason."""
     row = Row(key)
@@ -84,7 +116,8 @@ def examine(key: str) -> Row:
         logits = ReferenceModel(program, state)(torch.cat(prompts), positions, [len(prompt) for prompt in prompts])
         return _compared(row, logits, expected)
     except Exception as error:
-        return dataclasses.replace(row, outcome="refused" if isinstance(error, _REFUSALS) else "failed", reason=_reason(error))
+        outcome = "refused" if isinstance(error, _REFUSALS) else "failed"
+        return dataclasses.replace(row, outcome=outcome, reason=_reason(error))
 
 
 def _prompts(vocabulary: int) -> list[torch.Tensor]:
@@ -95,7 +128,8 @@ def _prompts(vocabulary: int) -> list[torch.Tensor]:
 
 def _compared(row: Row, logits: torch.Tensor, expected: torch.Tensor) -> Row:
     if logits.shape != expected.shape:
-        return dataclasses.replace(row, outcome="wrong", reason=f"logits are {list(logits.shape)}, expected {list(expected.shape)}")
+        reason = f"logits are {list(logits.shape)}, expected {list(expected.shape)}"
+        return dataclasses.replace(row, outcome="wrong", reason=reason)
     error, scale = (logits - expected).abs().max().item(), expected.abs().max().item()
     row = dataclasses.replace(row, error=error, scale=scale)
     right = row.relative is not None and row.relative <= TOLERANCE  # not so when it is no number
@@ -132,6 +166,9 @@ def in_child(function: Callable[[str], Row], key: str, timeout: float = TIMEOUT)
 
 def _child(function: Callable[[str], Row], key: str, sender: Connection) -> None:
     torch.set_num_threads(1)  # threads of the parent do not survive a fork
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # what libraries say there would break the progress display
+        os.dup2(nowhere, stream)
     sender.send(function(key))
     sender.close()
 
@@ -142,19 +179,22 @@ def _death(code: int | None) -> str:
     return f"its process ended with status {code} and without an answer"
 
 
-def run(keys: Iterable[str], output: Path | None = None, function: Callable[[str], Row] = examine,
-        excluded: Mapping[str, str] | None = None, timeout: float = TIMEOUT, console: Console | None = None) -> list[Row]:
+def run(
+    keys: Mapping[str, str],
+    output: Path | None = None,
+    function: Callable[[str], Row] = examine,
+    timeout: float = TIMEOUT,
+    console: Console | None = None,
+) -> list[Row]:
     """Examines `keys`, those left out that `output` holds already, and appends every row to it.
 
     Args:
-        keys: of the zoo.
+        keys: what to examine; one with a reason becomes an excluded row.
         output: a file of JSON lines.
         function: what examines one key; its row may come from anything, such as an engine.
-        excluded: keys that cannot be examined, each with its reason.
         timeout: seconds per key.
         console: where progress is shown.
     """
-    keys, excluded = list(keys), excluded or {}
     known = {row.key: row for row in read(output)} if output is not None and output.exists() else {}
     todo = [key for key in keys if key not in known]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -162,8 +202,7 @@ def run(keys: Iterable[str], output: Path | None = None, function: Callable[[str
         task = progress.add_task("", total=len(keys), completed=len(keys) - len(todo))
         for key in todo:
             progress.update(task, description=key)
-            known[key] = (Row(key, "excluded", reason=excluded[key]) if key in excluded
-                          else in_child(function, key, timeout))
+            known[key] = Row(key, "excluded", reason=keys[key]) if keys[key] else in_child(function, key, timeout)
             if output is not None:
                 with output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(dataclasses.asdict(known[key])) + "\n")
@@ -177,7 +216,9 @@ def read(path: Path) -> Iterator[Row]:
         try:
             yield Row(**json.loads(line))
         except (TypeError, ValueError) as error:
-            raise InputError(f"{path}:{number} is no row of a coverage run: name another file, or remove this one.") from error
+            raise InputError(
+                f"{path}:{number} is no row of a coverage run: name another file, or remove this one."
+            ) from error
 
 
 def totals(rows: Iterable[Row]) -> str:
@@ -185,10 +226,12 @@ def totals(rows: Iterable[Row]) -> str:
     rows = list(rows)
     outcomes = Counter(row.outcome for row in rows)
     examined = len(rows) - outcomes["excluded"]
-    return (f"{examined} models examined: {sum(row.captured for row in rows)} captured, "
-            f"{sum(row.converted for row in rows)} converted, {outcomes['right']} right within {TOLERANCE:g} of the largest "
-            f"logit, {outcomes['wrong']} wrong, {outcomes['refused']} refused, {outcomes['failed']} failed; "
-            f"{outcomes['excluded']} types excluded.")
+    return (
+        f"{examined} models examined: {sum(row.captured for row in rows)} captured, "
+        f"{sum(row.converted for row in rows)} converted, {outcomes['right']} right within {TOLERANCE:g} of the "
+        f"largest logit, {outcomes['wrong']} wrong, {outcomes['refused']} refused, {outcomes['failed']} failed; "
+        f"{outcomes['excluded']} types excluded."
+    )
 
 
 def table(rows: Iterable[Row]) -> Table:
@@ -202,11 +245,13 @@ def table(rows: Iterable[Row]) -> Table:
 def markdown(rows: Iterable[Row]) -> str:
     """The page of the documentation."""
     rows = list(rows)
-    lines = ["# Coverage", "", "Written by `fxbackend coverage --markdown`; do not edit.", "",
-             "A tiny random model of every type in Transformers' causal language-model mapping, converted, and its logits "
-             "compared with those of Transformers: eager attention, float32, two prompts of different length in one row. "
-             "The error is the largest difference over the largest logit.", "", totals(rows), "",
-             "| type | outcome | captured | converted | error | reason |", "|---|---|---|---|---|---|"]
+    lines = [
+        _HEAD,
+        totals(rows),
+        "",
+        "| type | outcome | captured | converted | error | reason |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         reason = row.reason.replace("|", r"\|").replace("<", "&lt;")
         lines.append(f"| {row.key} | {row.outcome} | " + " | ".join(_cells(row)) + f" | {reason} |")

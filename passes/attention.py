@@ -59,6 +59,10 @@ def _window(rw: Rewriter, node: fx.Node, mask: object, keyword: int, layer: str)
             f"did not build ({mask}); masks made by the model itself are not supported yet."
         )
     _like, kind, size = mask.args
+    if kind not in ("causal", "sliding"):
+        raise UnsupportedModelError(
+            f"{node.name}: the attention {layer} has a mask that is {kind}; masks of other kinds are not supported yet."
+        )
     if kind == "causal":
         # A window at least as long as any sequence hides nothing; the mask says causal then.
         if 0 < keyword < rw.program.facts.max_model_len:

@@ -33,6 +33,7 @@ _VIEWS = {
     aten.flatten.using_ints,
     aten.unflatten.int,
     aten.view_as.default,
+    aten.reshape_as.default,
 }
 _SPLITS = {aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.unbind.int}
 

@@ -56,7 +56,8 @@ def installed(module_path: Callable[[torch.nn.Module], str], longest: int) -> It
             if name not in _HARMLESS and given is not None and given is not False:
                 raise CaptureError(f"the attention {path} is called with the keyword {name!r} "
                                    f"({type(given).__name__}), which fxbackend does not map; it would be dropped.")
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # The module's own attribute says nothing beside a mask, as in eager attention (BigBird-Pegasus).
+        causal = is_causal is not False and (attention_mask is not None or getattr(module, "is_causal", True))
         if not causal:
             raise CaptureError(f"the attention {path} is not causal (is_causal=False), which is not supported yet.")
         if dropout:
@@ -106,7 +107,7 @@ def _all_ones(mask: torch.Tensor) -> bool:
 
 
 def _rule(function: Callable[..., object], longest: int) -> tuple[str, int]:
-    """Which rule a mask function is, by evaluating it: `causal`, or `sliding` with its window."""
+    """Which rule a mask function is, by evaluating it: `causal`, `sliding` with its window, or why it is neither."""
     with disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
         last = _row(function, longest - 1, longest)
         window = int(last.sum())
@@ -116,10 +117,8 @@ def _rule(function: Callable[..., object], longest: int) -> tuple[str, int]:
         for query in sorted(row for row in rows if 0 <= row < longest):
             expected = (keys <= query) & (keys > query - window)
             if not torch.equal(_row(function, query, longest), expected):
-                raise CaptureError(
-                    f"an attention mask is neither causal nor a causal sliding window (row {query} of {longest} "
-                    f"differs from a window of {window}); masks of other kinds are not supported yet."
-                )
+                # No error yet: decoders of encoder-decoders build a mask for cross-attention that nothing uses.
+                return f"neither causal nor a causal sliding window (row {query} of {longest} differs)", 0
     return ("causal", 0) if window == longest else ("sliding", window)
 
 

@@ -55,6 +55,6 @@ def attention_mask(like: torch.Tensor, kind: str, size: int) -> torch.Tensor:
     """`mask = causal` or `sliding(size)`: the rule of a mask that Transformers asked for, as a value `[1, 1, 1, 1]`.
 
     The tensor itself is only the carrier of the edge from the mask to the attentions that use it; `kind` is `causal`
-    (size 0) or `sliding` (a token sees itself and the size - 1 before it).
+    (size 0), `sliding` (a token sees itself and the size - 1 before it), or a sentence that says why it is neither.
     """
     return torch.full((1, 1, 1, 1), size, dtype=torch.int64, device=like.device)
