@@ -6,6 +6,7 @@ from fxbackend.passes.attention import Attention
 from fxbackend.passes.canonicalize import Canonicalize
 from fxbackend.passes.canonicalize_views import CanonicalizeViews
 from fxbackend.passes.cut_pipeline import CutPipeline
+from fxbackend.passes.decompose import Decompose
 from fxbackend.passes.drop_batch_axis import DropBatchAxis
 from fxbackend.passes.functionalize import Functionalize
 from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
@@ -29,6 +30,7 @@ def default_pipeline() -> Pipeline:
     return Pipeline(
         (
             Functionalize(),  # first: whatever looks at a value must see the one that its readers saw
+            Decompose(),  # before canonicalize: it simplifies the factors of one that this leaves
             Canonicalize(),  # before all patterns: they know one spelling only
             CanonicalizeViews(),  # after canonicalize: it has made the dimensions positive and the no-op casts go
             DropBatchAxis(),  # after canonicalize: its rules expect positive dimensions and one kind of view

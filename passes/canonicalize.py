@@ -7,7 +7,6 @@ Before and after:
     e = aten.mul.Scalar(c, 1.0)                 (c)
     f = aten.mul.Tensor(e, e)                   f = aten.pow.Tensor_Scalar(e, 2)
     g = aten.mean.dim(f, [-1], True)            g = aten.mean.dim(f, [1], True)
-    h = aten.baddbmm(b, q, k, alpha=a)          h = aten.add.Tensor(b, aten.mul.Tensor(aten.bmm(q, k), a))
 
 Views have a pass of their own, `canonicalize_views`.
 
@@ -108,8 +107,6 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
         return first
     if target in _SCALARS:
         return rw.call(_SCALARS[target], *args, **node.kwargs)
-    if target is aten.baddbmm.default:  # Bloom and GPT-NeoX-Japanese add their bias in the product
-        return _baddbmm(rw, node)
     if target in (aten.square.default,) or (target is aten.mul.Tensor and args[0] is args[1]):
         return rw.call(aten.pow.Tensor_Scalar, first, 2)
     if (
@@ -121,16 +118,6 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
     ):
         return first
     return _dims(rw, node)
-
-
-def _baddbmm(rw: Rewriter, node: fx.Node) -> fx.Node:
-    added, one, two = node.args
-    product = rw.call(aten.bmm.default, one, two)
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    scaled = product if alpha == 1 else rw.call(aten.mul.Tensor, product, alpha)
-    if beta == 0:
-        return scaled
-    return rw.call(aten.add.Tensor, added if beta == 1 else rw.call(aten.mul.Tensor, added, beta), scaled)
 
 
 def _cast(rw: Rewriter, node: fx.Node, first: fx.Node) -> fx.Node | None:

@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from fxbackend.pass_base import Pass, Refuse
-from fxbackend.program import Evaluator, Stage, shape_of
+from fxbackend.program import Stage, shape_of
 from fxbackend.rewriter import Rewriter
-from fxbackend.scores import Scores, UnknownScores, read_scores
+from fxbackend.scores import Scores, UnknownScores, scores_between
 
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
@@ -32,7 +32,6 @@ _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _FORWARD = (aten.to.dtype, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default, aten.expand.default)
 _VIEWS = (*_FORWARD, aten.transpose.int, aten.slice.Tensor)
-_LIMIT = 1 << 26  # elements of a score matrix that are evaluated at once
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,14 @@ class RaiseAttention(Pass):
     def run(self, rw: Rewriter) -> None:
         """One attention per softmax with a product in front and behind."""
         hidden = _holding_hidden_states(rw)
+        known: dict[object, Scores] = {}
         for softmax in rw.program.calls(*_SOFTMAX):
             try:
                 product = _back(softmax, hidden)
                 if product is None:
                     continue
                 last = _forward(softmax)
-                scores = _scores(rw, softmax, product)
+                scores = _scores(rw, softmax, product, known)
             except Refuse as reason:
                 rw.refuse(softmax, str(reason))
                 continue
@@ -111,48 +111,11 @@ def _forward(softmax: fx.Node) -> fx.Node:
         node = user
 
 
-def _scores(rw: Rewriter, softmax: fx.Node, product: fx.Node) -> Scores:
-    region: list[fx.Node] = []
-    pending, seen = [softmax.args[0]], {product}
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)  # type: ignore[arg-type]
-        if node.op == "get_attr" and node.target not in rw.weights.constants:  # type: ignore[union-attr]
-            raise Refuse(f"the score function reads the trained weight {node.target}")  # type: ignore[union-attr]
-        region.append(node)  # type: ignore[arg-type]
-        pending += node.all_input_nodes  # type: ignore[union-attr]
-    region.sort()
-    heads = [size for size in shape_of(product)[:-2] if size != 1]
-    if not all(isinstance(size, int) for size in heads):
-        raise Refuse(f"the product {product.name} is {list(shape_of(product))}, with tokens among the heads")
-    count = int(torch.Size(heads).numel())  # type: ignore[arg-type]
-
-    def run(length: int):
-        def function(scores: torch.Tensor) -> torch.Tensor:
-            shape = [size if isinstance(size, int) else length for size in shape_of(product)]
-            inputs = {"positions": torch.arange(length), "input_ids": torch.zeros(length, dtype=torch.int64)}
-            evaluator = Evaluator(rw.graph, inputs, rw.weights.constants)
-            values: dict[fx.Node, object] = {product: scores.reshape(shape).to(product.meta["val"].dtype)}
-            for node in region:
-                values[node] = evaluator.value(node, values)
-            return values[softmax.args[0]].reshape(count, length, length).float()  # type: ignore[index, union-attr]
-        return function
-
+def _scores(rw: Rewriter, softmax: fx.Node, product: fx.Node, known: dict[object, Scores]) -> Scores:
     try:
-        with torch.no_grad():
-            return read_scores(run, count, _lengths(region, rw.program.facts.max_model_len, count))
+        return scores_between(rw.program, product, softmax.args[0], known)  # type: ignore[arg-type]
     except UnknownScores as reason:
         raise Refuse(str(reason)) from reason
-
-
-def _lengths(region: list[fx.Node], longest: int, heads: int) -> list[int]:
-    """Row lengths to test: around every integer of the region, and as long as memory allows."""
-    longest = min(longest - 1, int((_LIMIT // heads) ** 0.5))
-    integers = {arg for node in region for arg in node.args if isinstance(arg, int) and 2 < arg < longest}
-    wanted = {2, 5, longest} | {near for c in integers for near in (c - 1, c, c + 1, 2 * c + 3)}
-    return sorted(length for length in wanted if 2 <= length <= longest)
 
 
 def _attention(rw: Rewriter, product: fx.Node, last: fx.Node, scores: Scores) -> fx.Node:
