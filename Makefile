@@ -33,7 +33,7 @@ help:
 
 venv: $(PACKAGE)
 
-$(STACK): requirements/cpu.txt
+$(STACK): requirements/cpu.txt requirements/vllm-name/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
 	  echo "The CPU build of the engine needs Python 3.11 to 3.14, and $(PYTHON) is another one."; \
 	  echo "Name one that fits: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
@@ -45,6 +45,7 @@ $(STACK): requirements/cpu.txt
 	$(PIP) install $(PIP_ARGS) -r requirements/cpu.txt
 	@echo "[4/5] $(ENGINE), without its dependencies (requirements/cpu.txt says why)"
 	$(PIP) install $(PIP_ARGS) --no-deps $(ENGINE)
+	$(PIP) install --no-deps --no-build-isolation ./requirements/vllm-name
 	@touch $@
 
 $(PACKAGE): $(STACK) pyproject.toml

