@@ -6,6 +6,7 @@ from fxbackend.passes.attention import Attention
 from fxbackend.passes.canonicalize import Canonicalize
 from fxbackend.passes.canonicalize_views import CanonicalizeViews
 from fxbackend.passes.drop_batch_axis import DropBatchAxis
+from fxbackend.passes.experts import Experts
 from fxbackend.passes.functionalize import Functionalize
 from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from fxbackend.passes.fuse_glu import FuseGlu
@@ -34,6 +35,7 @@ def default_pipeline() -> Pipeline:
         PositionTables(),    # before rope: rope reads cos and sin off evaluated tables
         Rope(),              # before attention: it removes the transposes that attention puts around its operands
         Attention(),         # the interface call becomes the op; its transposes meet those of rope and of the views
+        Experts(),           # any place after canonicalize; the router before it stays as it is
         Linear(),            # before vocabulary: the head is looked for among the dialect's linears
         RmsNorm(),           # any place after canonicalize
         Vocabulary(),        # last to raise: the head is what is left behind the output

@@ -218,7 +218,26 @@ def _repeat_interleave(node: fx.Node) -> str | None:
     return None if isinstance(dim, int) and dim != token_dim(node.args[0]) else "it repeats the tokens"  # type: ignore[arg-type]
 
 
+def _moe(node: fx.Node) -> str | None:
+    """Every operand that is no weight has its tokens in front."""
+    if any(token_dim(arg) is not None for arg in node.args[3:7] if isinstance(arg, fx.Node)):
+        return "its experts are made of tokens"
+    return None if all(token_dim(arg) == 0 for arg in node.args[:3]) else "its operands have their tokens in different dimensions"  # type: ignore[arg-type]
+
+
+def _scatter(node: fx.Node) -> str | None:
+    """`x.scatter(dim, index, y)` writes along `dim`, each token into its own part."""
+    source, dim, *others = node.args
+    where, rank = token_dim(source), _values(source)[0].ndim  # type: ignore[arg-type]
+    if where is None or where == int(dim) % rank:  # type: ignore[arg-type]
+        return "it writes along the tokens"
+    tensors = [other for other in others if isinstance(other, fx.Node) and _values(other)]
+    return None if all(token_dim(other) in (where, None) for other in tensors) and token_dim(tensors[0]) == where else (
+        "its operands have their tokens in different dimensions")
+
+
 _RULES: dict[object, Rule] = {
+    dialect.moe.default: _moe, aten.scatter.value: _scatter, aten.scatter.src: _scatter, aten.scatter_add.default: _scatter,
     aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.permute.default: _transpose,
     aten.expand.default: _transpose, aten.expand_as.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,
     aten.bmm.default: _matmul, aten.mm.default: _matmul, aten.addmm.default: _addmm, aten.embedding.default: _lookup,

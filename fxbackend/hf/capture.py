@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from fxbackend.errors import CaptureError, FxBackendError
-from fxbackend.hf import hooks
+from fxbackend.hf import expert_hooks, hooks
 from fxbackend.program import Facts, Program, Stage, new_fake_mode, token_input
 from fxbackend.weights import Piece, Slot, WeightPlan
 
@@ -61,7 +61,7 @@ def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: 
            mode: FakeTensorMode, device: torch.device | str) -> PreTrainedModel:
     config = copy.deepcopy(config)
     config.use_cache = False
-    with hooks.installed(lambda module: "", 1), mode, torch.device(device), no_init_weights():
+    with hooks.installed(lambda module: "", 1), expert_hooks.installed(lambda module: ""), mode, torch.device(device), no_init_weights():
         model = _construct(model_class, config, dtype)
         model.tie_weights()  # part of the initialisation that was skipped
     if model.config._attn_implementation not in (hooks.IMPLEMENTATION, "eager"):
@@ -71,7 +71,8 @@ def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: 
 
 def _construct(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     def build(implementation: str) -> PreTrainedModel:
-        return model_class._from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=dtype)
+        return model_class._from_config(copy.deepcopy(config), attn_implementation=implementation,
+                                        experts_implementation=hooks.IMPLEMENTATION, dtype=dtype)
 
     if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
         return build(hooks.IMPLEMENTATION)
@@ -172,8 +173,8 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
 
     tracer = make_fx(forward, tracing_mode="real", pre_dispatch=True, record_stack_traces=False)
     try:
-        with hooks.installed(lambda m: paths.get(m, type(m).__name__), facts.max_model_len), _module_paths(paths), \
-                _no_collection(), mode, torch.no_grad(), torch.device(device):
+        with hooks.installed(lambda m: paths.get(m, type(m).__name__), facts.max_model_len), \
+                expert_hooks.installed(lambda m: paths.get(m, type(m).__name__)), _module_paths(paths), _no_collection(), mode, torch.no_grad(), torch.device(device):
             module = tracer(ids, positions, *tensors.values())
     except FxBackendError:
         raise
