@@ -7,6 +7,7 @@ from fxbackend.passes.canonicalize import Canonicalize
 from fxbackend.passes.canonicalize_views import CanonicalizeViews
 from fxbackend.passes.drop_batch_axis import DropBatchAxis
 from fxbackend.passes.experts import Experts
+from fxbackend.passes.fill_buffers import FillBuffers
 from fxbackend.passes.functionalize import Functionalize
 from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from fxbackend.passes.fuse_glu import FuseGlu
@@ -26,7 +27,8 @@ from fxbackend.pipeline import Pipeline
 def default_pipeline() -> Pipeline:
     """What every target starts from: capture to the fused program."""
     return Pipeline((
-        Functionalize(),     # first: whatever looks at a value must see the one that its readers saw
+        FillBuffers(),       # before functionalize: writes to parts of a fresh buffer are its way to concatenate
+        Functionalize(),     # early: whatever looks at a value must see the one that its readers saw
         Canonicalize(),      # before all patterns: they know one spelling only
         CanonicalizeViews(), # after canonicalize: it has made the dimensions positive and the no-op casts go
         DropBatchAxis(),     # after canonicalize: its rules expect positive dimensions and one kind of view

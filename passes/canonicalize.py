@@ -90,6 +90,8 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
         return _cast(rw, node, first)
     if target in (aten.expand.default, aten.expand_as.default) and shape_of(node) == shape_of(first):  # type: ignore[arg-type]
         return first
+    if target is aten.concat.default:  # Phimoe's router
+        return rw.call(aten.cat.default, args[0], _positive(node, args[1] if len(args) > 1 else 0))  # type: ignore[arg-type]
     if target in _SCALARS:
         return rw.call(_SCALARS[target], *args, **node.kwargs)  # type: ignore[index]
     if target is aten.baddbmm.default:  # Bloom and GPT-NeoX-Japanese add their bias in the product
