@@ -290,7 +290,7 @@ def _plan(data: dict[str, object], constants: Mapping[str, torch.Tensor]) -> Wei
                              each["halves"])
                        for each in row["pieces"])
         split = row["shard"]
-        shard = split and Shard(split["dim"], tuple(split["sections"]), tuple(split["replicate"]))
+        shard = split and Shard(split["dim"], tuple(split["sections"]), tuple(split["replicate"]), split["first"])
         plan.add(Slot(row["name"], tuple(row["shape"]), _dtype(row["dtype"]), pieces, tuple(row["sections"]), shard,
                       row["parameter"], row["folded"]))
     plan.constants = {name: constants[name] for name in names}  # type: ignore[attr-defined]

@@ -58,18 +58,21 @@ class Shard:
         sections: lengths along `dim` that are split one by one (q, k, v of a stacked projection); they sum to the
             whole dimension.
         replicate: per section, how many ranks share one part (KV heads fewer than ranks); 1 is a plain split.
+        first: whether ranks but the first hold zeros (a bias that is added before the sum over ranks).
     """
 
     dim: int
     sections: tuple[int, ...]
     replicate: tuple[int, ...]
+    first: bool = False
 
     def take(self, tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
         """The part of a whole slot value that belongs to `rank` of `world`."""
         parts = []
         for section, copies in zip(tensor.split(self.sections, self.dim), self.replicate, strict=True):
             parts.append(section.chunk(world // copies, self.dim)[rank // copies])
-        return torch.cat(parts, self.dim)
+        whole = torch.cat(parts, self.dim)
+        return torch.zeros_like(whole) if self.first and rank else whole
 
     def local(self, shape: tuple[int, ...], world: int) -> tuple[int, ...]:
         """The shape of one rank's part of a slot of `shape`."""
@@ -236,6 +239,7 @@ class WeightPlan:
         for slot in self:
             recipe = " ++ ".join(map(str, slot.pieces)) or "constant"
             split = f"  split dim {slot.shard.dim} {slot.shard.sections}" if slot.shard else ""
+            split += " on the first rank" if slot.shard and slot.shard.first else ""
             lines.append(f"{slot.name}  {list(slot.shape)} {str(slot.dtype)[6:]}  <- {recipe}{split}")
         lines += [f"ignored {name}: {reason}" for name, reason in self.ignored.items()]
         return "\n".join(lines)

@@ -14,6 +14,9 @@ definition; a target splits them inside.
 A norm over the full width of q or k (Olmo2) gets its statistics reduced as well, which is one more reduction of one number
 per token.
 
+Experts are split like a gated unit: each rank holds a slice of the inner width of every expert, and the results are summed
+over ranks. The bias of their second projection is zeros on all ranks but the first. The router stays whole.
+
 Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a value
 of the block that is used outside of it, heads or widths that the ranks do not divide.
 """
@@ -78,6 +81,8 @@ class ShardTensorParallel(Pass):
                 rw.refuse(row, f"stays whole on every rank: {reason}")
         for block in blocks:
             _split(rw, block, self.world)
+        for node in rw.program.calls(dialect.moe.default):
+            _split_experts(rw, node, self.world)
         rw.infer_all()
 
 
@@ -109,6 +114,27 @@ def _split(rw: Rewriter, block: Block, world: int) -> None:
         elif node.target is dialect.rms_norm.default and demand.dim == len(shape_of(node)) - 1:
             _reduce_statistics(rw, node, demand.copies)
     _reduce(rw, block.row, world)
+
+
+def _split_experts(rw: Rewriter, node: fx.Node, world: int) -> None:
+    operands = [each for each in node.args[3:7] if isinstance(each, fx.Node)]
+    inner = int(shape_of(node.args[4])[2])  # type: ignore[arg-type]
+    if inner % world:
+        rw.refuse(node, f"stays whole on every rank: the inner width {inner} of its experts is not divided by {world}")
+        return
+    if any(each.op != "get_attr" or len(each.users) > 1 for each in operands):
+        rw.refuse(node, "stays whole on every rank: its weights are computed, or read elsewhere as well")
+        return
+    gate_up, down, gate_up_bias, down_bias = node.args[3:7]
+    for operand in (gate_up, gate_up_bias):
+        _shard(rw, operand, Shard(1, (inner, inner), (1, 1)), world)
+    _shard(rw, down, Shard(2, (inner,), (1,)), world)
+    if isinstance(down_bias, fx.Node):
+        _shard(rw, down_bias, Shard(0, (int(shape_of(down_bias)[0]),), (world,), first=True), world)
+    with rw.at(node.next, origin=node):
+        total = rw.call(dialect.all_reduce.default, node)
+    rw.reroute_after(node, total)
+    rw.matched()
 
 
 def _reduce_statistics(rw: Rewriter, norm: fx.Node, copies: int) -> None:
