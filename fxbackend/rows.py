@@ -36,7 +36,8 @@ _PER_TOKEN = (dialect.embedding.default, dialect.linear.default, dialect.qkv.def
               dialect.rms_norm.default, dialect.add_rms_norm.default, dialect.lm_head.default, dialect.all_reduce.default,
               dialect.stage_cut.default, dialect.rope.default, dialect.rope_qk.default, dialect.attention.default,
               aten.layer_norm.default, aten.unsqueeze.default, aten.to.dtype, operator.getitem, aten.linear.default,
-              aten.native_layer_norm.default, aten.rms_norm.default)
+              aten.native_layer_norm.default, aten.rms_norm.default, aten.polar.default, aten.view_as_complex.default,
+              aten.view_as_real.default)
 
 
 def check_rows(program: Program) -> None:

@@ -54,7 +54,7 @@ def moe(
             bias, bias_down = (None if each is None else each[expert] for each in (gate_up_bias, down_bias))
             inner = gate(F.linear(x[rows // ids.shape[1]], gate_up[expert], bias), activation, alpha, limit)
             parts[rows] = F.linear(inner, down[expert], bias_down)
-    weighted = parts.view(*ids.shape, -1) * weights.unsqueeze(-1)
+    weighted = parts.view(*ids.shape, x.shape[1]) * weights.unsqueeze(-1)
     return weighted.sum(1).to(x.dtype)
 
 
