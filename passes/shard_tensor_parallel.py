@@ -9,13 +9,10 @@ Before and after, on one of two ranks:
 For every linear the pass walks back from its input, asking each op what must be split for its own result to be split,
 until it arrives at projections: those become column parallel, the linear becomes row parallel, and the block costs one
 reduction. A bias of the row side is added once, after it. The vocabulary ops (`embedding`, `lm_head`) are whole by
-definition; a target splits them inside.
+definition; a target splits them inside. A norm over the full width of q or k (Olmo2) gets its statistics reduced as well.
 
-A norm over the full width of q or k (Olmo2) gets its statistics reduced as well, which is one more reduction of one number
-per token.
-
-Experts are split like a gated unit: each rank holds a slice of the inner width of every expert, and the results are summed
-over ranks. The bias of their second projection is zeros on all ranks but the first. The router stays whole.
+Experts are split like a gated unit: each rank holds a slice of the inner width of every expert, and the results are
+summed. The bias of their second projection is zeros on all ranks but the first. The router stays whole.
 
 Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a value
 of the block that is used outside of it, heads or widths that the ranks do not divide.
@@ -33,7 +30,7 @@ from fxbackend.errors import PipelineError
 from fxbackend.pass_base import Pass
 from fxbackend.program import Stage, shape_of, value_of
 from fxbackend.rewriter import Rewriter
-from fxbackend.sharding import Block, CannotSplit, find_block
+from fxbackend.sharding import Block, CannotSplit, find_block, inner_width
 from fxbackend.weights import Shard
 
 aten = torch.ops.aten
@@ -117,13 +114,10 @@ def _split(rw: Rewriter, block: Block, world: int) -> None:
 
 
 def _split_experts(rw: Rewriter, node: fx.Node, world: int) -> None:
-    operands = [each for each in node.args[3:7] if isinstance(each, fx.Node)]
-    inner = int(shape_of(node.args[4])[2])  # type: ignore[arg-type]
-    if inner % world:
-        rw.refuse(node, f"stays whole on every rank: the inner width {inner} of its experts is not divided by {world}")
-        return
-    if any(each.op != "get_attr" or len(each.users) > 1 for each in operands):
-        rw.refuse(node, "stays whole on every rank: its weights are computed, or read elsewhere as well")
+    try:
+        inner = inner_width(node, world)
+    except CannotSplit as reason:
+        rw.refuse(node, f"stays whole on every rank: {reason}")
         return
     gate_up, down, gate_up_bias, down_bias = node.args[3:7]
     for operand in (gate_up, gate_up_bias):

@@ -88,7 +88,7 @@ def test_an_error_says_what_had_run(program: Program) -> None:
         pipeline.run(program)
     if hasattr(error.value, "__notes__"):
         assert error.value.__notes__ == [
-            "in pass raises; passes that had run: functionalize, canonicalize, canonicalize_views, drop_batch_axis"]
+            "in pass raises; passes that had run: fill_buffers, functionalize, canonicalize, canonicalize_views, drop_batch_axis"]
 
 
 def test_the_program_that_is_handed_in_is_not_changed(program: Program) -> None:

@@ -185,9 +185,20 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
     if not isinstance(tokens, torch.SymInt) or tokens.node.maybe_as_int() is not None:
         raise CaptureError(f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
                            "token dimension with a constant. It must work for every number of tokens.")
+    _no_host_reads(module.graph, model)
     _no_silent_guards(mode, model, str(tokens.node.expr), facts.max_model_len)
     constants = {str(node.target): getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}
     return module.graph, list(tensors), constants
+
+
+def _no_host_reads(graph: fx.Graph, model: PreTrainedModel) -> None:
+    """A value that was read on the host is a symbol of its own, on which the shapes behind it depend (JetMoE)."""
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            place = (node.meta.get("custom") or {}).get("module", "")
+            raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {place or 'its forward'} reads the "
+                               "value of a tensor on the host (item(), tolist()) and makes shapes of it, which no graph "
+                               "can hold; it must stay a tensor.")
 
 
 def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str, longest: int) -> None:
