@@ -223,7 +223,8 @@ def _moe(node: fx.Node) -> str | None:
     """Every operand that is no weight has its tokens in front."""
     if any(token_dim(arg) is not None for arg in node.args[3:7] if isinstance(arg, fx.Node)):
         return "its experts are made of tokens"
-    return None if all(token_dim(arg) == 0 for arg in node.args[:3]) else "its operands have their tokens in different dimensions"  # type: ignore[arg-type]
+    aligned = all(token_dim(arg) == 0 for arg in node.args[:3])  # type: ignore[arg-type]
+    return None if aligned else "its operands have their tokens in different dimensions"
 
 
 def _scatter(node: fx.Node) -> str | None:
@@ -238,7 +239,8 @@ def _scatter(node: fx.Node) -> str | None:
 
 
 _RULES: dict[object, Rule] = {
-    dialect.moe.default: _moe, aten.scatter.value: _scatter, aten.scatter.src: _scatter, aten.scatter_add.default: _scatter,
+    dialect.moe.default: _moe,
+    aten.scatter.value: _scatter, aten.scatter.src: _scatter, aten.scatter_add.default: _scatter,
     aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.permute.default: _transpose,
     aten.expand.default: _transpose, aten.expand_as.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,
     aten.bmm.default: _matmul, aten.mm.default: _matmul, aten.addmm.default: _addmm, aten.embedding.default: _lookup,

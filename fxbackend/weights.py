@@ -2,8 +2,8 @@
 
 A *slot* is what the graph reads (a `get_attr` node names it). It is the concatenation, along dimension 0, of
 *pieces*; a piece is one checkpoint tensor, possibly transposed or narrowed. A fusion that stacks projections builds
-the stacked slot in the same edit, so that graph and weights cannot drift apart. The slot of all experts of a layer may be
-*folded*: its pieces, one per expert, are concatenated and then viewed as the slot's shape.
+the stacked slot in the same edit, so that graph and weights cannot drift apart. The slot of all experts of a layer may
+be *folded*: its pieces, one per expert, are concatenated and then viewed as the slot's shape.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Slot:
         sections: lengths along dimension 0, one per stacked projection (one entry when nothing is stacked).
         shard: the split over ranks, None when every rank holds all of it.
         parameter: False for buffers and constants.
-        folded: whether the pieces, on top of each other, are then viewed as `shape`, which joins its first two dimensions;
-            `sections` are lengths of the pieces then.
+        folded: whether the pieces, on top of each other, are then viewed as `shape`, whose first two dimensions they
+            join; `sections` are lengths of the pieces then.
     """
 
     name: str

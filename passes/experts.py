@@ -1,4 +1,4 @@
-"""`hf_experts(x, ids, weights, w13, w2) = moe(x, ids, weights, gate_up, down)`, weights as `[experts, out, in]`, gate first.
+"""`hf_experts(x, ids, w, w13, w2) = moe(x, ids, w, gate_up, down)`, weights as `[experts, out, in]`, gate first.
 
 Before and after (GPT-OSS, whose weights lie transposed and its gates between the other halves):
 

@@ -1,4 +1,4 @@
-"""`b = empty; b[..., :n] = x; b[..., n:] = y` is `b = cat(x, y)`: a buffer that is filled part by part is a concatenation.
+"""`b = empty; b[..., :n] = x; b[..., n:] = y` is `b = cat(x, y)`: filled part by part is concatenated.
 
 Before and after (DeepSeek V3 lays the two parts of its keys into one tensor):
 

@@ -1,4 +1,4 @@
-"""Both layouts of a checkpoint, a tensor per expert and all in one, fill the same slots; what is not whole is refused."""
+"""Both layouts of a checkpoint, a tensor per expert and all in one, fill the same slots; what lacks is refused."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ ORIGINAL = {
 
 
 def write(state: dict[str, torch.Tensor], directory: Path) -> None:
-    save_file({name: value.contiguous().clone() for name, value in state.items()}, directory / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {name: value.contiguous().clone() for name, value in state.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 @pytest.mark.parametrize("key", ORIGINAL)
@@ -71,7 +74,7 @@ def test_an_expert_that_lacks_is_named(mixtral: Path) -> None:
     state = load_file(mixtral / "model.safetensors")
     del state["model.layers.1.block_sparse_moe.experts.7.w3.weight"]
     write(state, mixtral)
-    with pytest.raises(WeightError, match=r"11 tensors '.*w3.*' for 'model.layers.1.mlp.experts.gate_up_proj', which has 12"):
+    with pytest.raises(WeightError, match=r"11 tensors '.*w3.*' for 'model.layers.1.mlp.experts.gate_up_proj', .* 12"):
         fxbackend.convert(mixtral)
 
 
@@ -79,5 +82,5 @@ def test_an_expert_of_another_size_is_named(mixtral: Path) -> None:
     state = load_file(mixtral / "model.safetensors")
     state["model.layers.1.block_sparse_moe.experts.7.w3.weight"] = torch.zeros(3, 128)
     write(state, mixtral)
-    with pytest.raises(WeightError, match=r"experts.7.w3.weight is \(3, 128\) in the checkpoint, \(192, 128\) in the model"):
+    with pytest.raises(WeightError, match=r"7.w3.weight is \(3, 128\) in the checkpoint, \(192, 128\) in the model"):
         fxbackend.convert(mixtral)

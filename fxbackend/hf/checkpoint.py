@@ -82,8 +82,8 @@ def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig
                     names: Iterable[str]) -> dict[str, str]:
     """For every name of a checkpoint the name in the plan, by Transformers' own rules for the class.
 
-    Covers renamed modules, a base-model prefix too many or too few, and buffers that Transformers skips (left out). Where
-    the checkpoint holds a tensor per expert, the slots of `plan` are made of these instead of one packed tensor.
+    Covers renamed modules, a base-model prefix too many or too few, and buffers that Transformers skips (left out).
+    Where the checkpoint holds a tensor per expert, the slots of `plan` are made of these instead of one packed tensor.
 
     Raises:
         UnsupportedModelError: Transformers converts the tensors themselves while it loads this class.
@@ -107,8 +107,8 @@ def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig
             converter = next(each for each in converters if converted in each.source_patterns)
             if not experts.add(name, new, converted, converter):
                 raise UnsupportedModelError(f"Transformers converts the checkpoint tensor {name!r} of "
-                                            f"{model_class.__name__} while loading it ({converter.operations}), which is "
-                                            "not supported yet; hand in the loaded model instead.")
+                                            f"{model_class.__name__} while loading it ({converter.operations}), which "
+                                            "is not supported yet; hand in the loaded model instead.")
             result[name] = name
         elif new in known or not skipped.search(name):
             result[name] = new

@@ -29,23 +29,44 @@ def installed(module_path: Callable[[nn.Module], str]) -> Iterator[None]:
         module_path: gives the path of a module in the model under capture.
     """
 
-    def route(module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
-              *more: object, **keywords: object) -> torch.Tensor:
+    def route(
+        module: nn.Module,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        *more: object,
+        **keywords: object,
+    ) -> torch.Tensor:
         path = module_path(module)
         if more or keywords:
-            raise CaptureError(f"the experts {path} are called with {len(more) + len(keywords)} more operands "
-                               f"({', '.join(keywords) or 'by place'}), which fxbackend does not map.")
+            raise CaptureError(
+                f"the experts {path} are called with {len(more) + len(keywords)} more operands "
+                f"({', '.join(keywords) or 'by place'}), which fxbackend does not map."
+            )
         if not module.has_gate:
-            raise CaptureError(f"the experts {path} ({type(module).__name__}) have no gate; only gated experts are mapped.")
+            raise CaptureError(
+                f"the experts {path} ({type(module).__name__}) have no gate; only gated experts are mapped."
+            )
         if top_k_index.ndim != 2 or top_k_index.shape != top_k_weights.shape:
-            raise CaptureError(f"the experts {path} are called with ids of shape {list(top_k_index.shape)} and weights of "
-                               f"shape {list(top_k_weights.shape)}; both must be [tokens, experts per token].")
+            raise CaptureError(
+                f"the experts {path} are called with ids of shape {list(top_k_index.shape)} and weights "
+                f"of shape {list(top_k_weights.shape)}; both must be [tokens, experts per token]."
+            )
         activation, alpha, limit = _gate_of(module, path)
         x = hidden_states.reshape(-1, hidden_states.shape[-1]) if hidden_states.ndim != 2 else hidden_states
         biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
         out = torch.ops.fxbackend.hf_experts(
-            x, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, *biases, activation, alpha, limit,
-            bool(module.is_transposed), not module.is_concatenated,
+            x,
+            top_k_index,
+            top_k_weights,
+            module.gate_up_proj,
+            module.down_proj,
+            *biases,
+            activation,
+            alpha,
+            limit,
+            bool(module.is_transposed),
+            not module.is_concatenated,
         )
         return out if hidden_states.ndim == 2 else out.reshape(hidden_states.shape)
 
@@ -61,7 +82,8 @@ def _gate_of(module: nn.Module, path: str) -> tuple[str, float, float]:
 
     Numbers that a gate may be cut off at or scaled with are those that the module holds as attributes.
     """
-    numbers = sorted({float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < 1e4})
+    held = [float(value) for value in vars(module).values() if type(value) in (int, float)]
+    numbers = sorted({value for value in held if 0 < value < 1e4})
     with disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
         probe = _probe(numbers)
         one, two = probe.chunk(2, -1)
@@ -74,8 +96,11 @@ def _gate_of(module: nn.Module, path: str) -> tuple[str, float, float]:
             for alpha in numbers:
                 if _same(gate(probe, SWIGLU_OAI, alpha, limit), expected):
                     return SWIGLU_OAI, alpha, limit
-    raise CaptureError(f"the gate of the experts {path} ({type(module).__name__}) is none that fxbackend maps: gates are "
-                       f"{', '.join(ACTIVATIONS)} or {SWIGLU_OAI} of one half times the other, with or without a limit.")
+    raise CaptureError(
+        f"the gate of the experts {path} ({type(module).__name__}) is none that fxbackend maps: gates "
+        f"are {', '.join(ACTIVATIONS)} or {SWIGLU_OAI} of one half times the other, with or without a "
+        "limit."
+    )
 
 
 def _probe(numbers: list[float]) -> torch.Tensor:

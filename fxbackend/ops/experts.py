@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 import torch.nn.functional as F
 
@@ -24,27 +22,41 @@ def gate(gate_up: torch.Tensor, activation: str, alpha: float, limit: float) -> 
 
 
 def _moe_shape(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: Optional[torch.Tensor], down_bias: Optional[torch.Tensor],
-    activation: str, alpha: float, limit: float,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
 ) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @dialect_op(shape=_moe_shape)
 def moe(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: Optional[torch.Tensor], down_bias: Optional[torch.Tensor],
-    activation: str, alpha: float, limit: float,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
 ) -> torch.Tensor:
     """`y[t] = sum over k of weights[t, k] * (down[e] (act(gate[e] x[t]) * up[e] x[t]))` with `e = ids[t, k]`.
 
     x `[T, W]`, ids and weights `[T, K]`, gate_up `[E, 2 I, W]` (gate first), down `[E, W, I]`, biases `[E, 2 I]` and
     `[E, W]` or None -> `[T, W]`. An id of E or more is no expert and adds nothing.
 
-    act is silu, gelu or gelu_tanh; `limit` > 0 cuts the gate off above it and the other half on both sides (DeepSeek V4).
-    `swiglu_oai` is `(up + 1) * gate * sigmoid(alpha * gate)` behind such a limit (GPT-OSS). Products are in x's dtype, the
-    weighted sum is in the wider one of x and weights, and rounded to that of x.
+    act is silu, gelu or gelu_tanh; `limit` > 0 cuts the gate off above it and the other half on both sides (DeepSeek
+    V4). `swiglu_oai` is `(up + 1) * gate * sigmoid(alpha * gate)` behind such a limit (GPT-OSS). Products are in x's
+    dtype, the weighted sum is in the wider one of x and weights, and rounded to that of x.
     """
     count, chosen = down.shape[0], ids.flatten()
     parts = x.new_zeros(chosen.shape[0], x.shape[1])
@@ -64,23 +76,41 @@ def halves_first(value: torch.Tensor) -> torch.Tensor:
 
 
 def _hf_experts_shape(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: Optional[torch.Tensor], down_bias: Optional[torch.Tensor],
-    activation: str, alpha: float, limit: float, transposed: bool, interleaved: bool,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    transposed: bool,
+    interleaved: bool,
 ) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 @dialect_op(shape=_hf_experts_shape)
 def hf_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: Optional[torch.Tensor], down_bias: Optional[torch.Tensor],
-    activation: str, alpha: float, limit: float, transposed: bool, interleaved: bool,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    transposed: bool,
+    interleaved: bool,
 ) -> torch.Tensor:
     """`y = moe(x, ids, weights, gate_up', down', ...)`, as called through Transformers' experts interface.
 
-    `transposed` says that the weights are `[E, W, 2 I]` and `[E, I, W]`, `interleaved` that gate and up of an expert lie
-    row by row between each other.
+    `transposed` says that the weights are `[E, W, 2 I]` and `[E, I, W]`, `interleaved` that gate and up of an expert
+    lie row by row between each other.
     """
     if transposed:
         gate_up, down = gate_up.mT, down.mT

@@ -12,12 +12,29 @@ from tests.engine.forks import Forks
 
 TOLERANCE = 1e-4
 
-FULL = ("qwen2_moe", "olmoe", "granitemoe", "granitemoeshared", "deepseek_v2", "glm4_moe", "ernie4_5_moe", "phimoe",
-        "hunyuan_v1_moe", "dots1", "minimax_m2", "flex_olmo", "aria_text", "gemma4_text:moe", "minimax_m3_vl_text")
+FULL = (
+    "qwen2_moe",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
+    "deepseek_v2",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "phimoe",
+    "hunyuan_v1_moe",
+    "dots1",
+    "minimax_m2",
+    "flex_olmo",
+    "aria_text",
+    "gemma4_text:moe",
+    "minimax_m3_vl_text",
+)
 
 
-@pytest.mark.parametrize("key", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
-                                 *(pytest.param(key, marks=pytest.mark.full) for key in FULL)])
+@pytest.mark.parametrize(
+    "key",
+    ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", *(pytest.param(key, marks=pytest.mark.full) for key in FULL)],
+)
 def test_log_probabilities_are_those_of_transformers(key: str, forks: Forks, tmp_path: Path) -> None:
     model = zoo_model(key)
     model.save_pretrained(tmp_path)

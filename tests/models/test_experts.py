@@ -1,4 +1,4 @@
-"""Families with experts against Transformers, through the fused program and its reference bodies, and split over two ranks."""
+"""Families with experts against Transformers, by the reference bodies of the fused program, and on two ranks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def ulp(values: torch.Tensor) -> float:
     return float(2.0 ** (values.abs().max().float().log2().floor() - 7))
 
 
-# -- what the hook does not map ------------------------------------------------------------------------------------------
+# -- what the hook does not map ----------------------------------------------------------------------------------------
 
 
 class OtherGate(MixtralExperts):

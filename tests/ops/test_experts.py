@@ -42,10 +42,17 @@ def by_hand(gate: float, up: float, activation: str, alpha: float, limit: float)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("activation", "alpha", "limit"), [
-    ("silu", 0.0, 0.0), ("gelu", 0.0, 0.0), ("gelu_tanh", 0.0, 0.0), ("silu", 0.0, 0.8), ("swiglu_oai", 1.702, 0.9),
-    ("swiglu_oai", 1.3, 0.0),
-])
+@pytest.mark.parametrize(
+    ("activation", "alpha", "limit"),
+    [
+        ("silu", 0.0, 0.0),
+        ("gelu", 0.0, 0.0),
+        ("gelu_tanh", 0.0, 0.0),
+        ("silu", 0.0, 0.8),
+        ("swiglu_oai", 1.702, 0.9),
+        ("swiglu_oai", 1.3, 0.0),
+    ],
+)
 def test_moe(activation: str, alpha: float, limit: float, bias: bool) -> None:
     x, ids, weights = routed()
     gate_up, down, gate_up_bias, down_bias = weights_of(bias)
@@ -73,7 +80,9 @@ def test_rows_are_independent() -> None:
     x, ids, weights = routed()
     held = weights_of(False)
     whole = dialect.moe(x, ids, weights, *held, "silu", 0.0, 0.0)
-    rows = [dialect.moe(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *held, "silu", 0.0, 0.0) for i in range(TOKENS)]
+    rows = [
+        dialect.moe(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *held, "silu", 0.0, 0.0) for i in range(TOKENS)
+    ]
     torch.testing.assert_close(whole, torch.cat(rows), atol=1e-6, rtol=1e-6)
     assert dialect.moe(x[:0], ids[:0], weights[:0], *held, "silu", 0.0, 0.0).shape == (0, WIDTH)
 
@@ -101,6 +110,7 @@ def test_the_captured_call_is_moe_on_turned_weights(transposed: bool, interleave
         gate_up, gate_up_bias = gate_up[:, order], gate_up_bias[:, order]
     if transposed:
         gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
-    found = dialect.hf_experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, "gelu", 0.0, 0.0, transposed,
-                               interleaved)
+    found = dialect.hf_experts(
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, "gelu", 0.0, 0.0, transposed, interleaved
+    )
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)

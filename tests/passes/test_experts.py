@@ -21,10 +21,10 @@ class Routed(nn.Module):
         self.how = ("silu", 0.0, 0.0, transposed, interleaved)
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         up, down = (WIDTH, 2 * INNER), (INNER, WIDTH)
-        self.gate_up = nn.Parameter(torch.empty(EXPERTS, *(up if transposed else up[::-1])))
+        self.gu = nn.Parameter(torch.empty(EXPERTS, *(up if transposed else up[::-1])))
         self.down = nn.Parameter(torch.empty(EXPERTS, *(down if transposed else down[::-1])))
-        self.up_bias = nn.Parameter(torch.empty(EXPERTS, 2 * INNER)) if bias else None
-        self.down_bias = nn.Parameter(torch.empty(EXPERTS, WIDTH)) if bias else None
+        self.ub = nn.Parameter(torch.empty(EXPERTS, 2 * INNER)) if bias else None
+        self.db = nn.Parameter(torch.empty(EXPERTS, WIDTH)) if bias else None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, WIDTH)
@@ -32,7 +32,8 @@ class Routed(nn.Module):
         return self.call(flat, ids, weights).reshape(x.shape)
 
     def call(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return torch.ops.fxbackend.hf_experts(x, ids, weights, self.gate_up, self.down, self.up_bias, self.down_bias, *self.how)
+        held = (self.gu, self.down, self.ub, self.db)
+        return torch.ops.fxbackend.hf_experts(x, ids, weights, *held, *self.how)
 
 
 class Twice(Routed):
@@ -44,7 +45,12 @@ class Twice(Routed):
 
 def test_golden() -> None:
     program, state = start("experts", Routed(True, True, True))
-    after = check_pass(program, Experts(), state, matches=1, golden="""
+    after = check_pass(
+        program,
+        Experts(),
+        state,
+        matches=1,
+        golden="""
         input_ids: i64[T] = input
         positions: i64[T] = input
         v0: T = aten.sym_size.int(input_ids, 0)
@@ -56,15 +62,23 @@ def test_golden() -> None:
         v6: (f32[T, 2], i64[T, 2]) = aten.topk(v5, 2)
         v7: f32[T, 2] = getitem(v6, 0)
         v8: i64[T, 2] = getitem(v6, 1)
-        v9: f32[T, 8] = fxbackend.moe(v3, v8, v7, body.gate_up, body.down, body.up_bias, body.down_bias, 'silu', 0.0, 0.0)
+        v9: f32[T, 8] = fxbackend.moe(v3, v8, v7, body.gu, body.down, body.ub, body.db, 'silu', 0.0, 0.0)
         v10: f32[1, T, 8] = aten.reshape(v9, [1, v0, 8])
         v11: f32[T, 8] = aten.squeeze.dim(v10, 0)
         v12: f32[T, 11] = aten.linear(v11, head.weight)
         return v12
-    """)
+    """,
+    )
     plan = after.weights
-    assert plan.slots["body.gate_up"].shape == (EXPERTS, 2 * INNER, WIDTH)
-    assert "body.gate_up.T.halves" in str(plan) and "body.down.T\n" in f"{plan}\n" and "body.up_bias.halves" in str(plan)
+    assert plan.slots["body.gu"].shape == (EXPERTS, 2 * INNER, WIDTH)
+    recipes = {slot.name: str(slot.pieces[0]) for slot in plan if slot.name.startswith("body.") and slot.pieces}
+    assert recipes == {
+        "body.router.weight": "body.router.weight",
+        "body.gu": "body.gu.T.halves",
+        "body.down": "body.down.T",
+        "body.ub": "body.ub.halves",
+        "body.db": "body.db",
+    }
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -80,4 +94,4 @@ def test_weights_that_are_read_twice_are_turned_in_the_graph() -> None:
     program, state = start("experts", Twice(True, True, True))
     after = check_pass(program, Experts(), state, matches=2)
     assert len(after.calls(torch.ops.aten.transpose.int)) == 4
-    assert after.weights.slots["body.gate_up"].shape == (EXPERTS, WIDTH, 2 * INNER)
+    assert after.weights.slots["body.gu"].shape == (EXPERTS, WIDTH, 2 * INNER)

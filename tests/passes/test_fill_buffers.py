@@ -33,7 +33,12 @@ class Backwards(nn.Module):
 
 def test_golden() -> None:
     program, state = start("fill_buffers", Filled(), out_width=12)
-    check_pass(program, FillBuffers(), state, matches=1, golden="""
+    check_pass(
+        program,
+        FillBuffers(),
+        state,
+        matches=1,
+        golden="""
         input_ids: i64[1, T] = input
         positions: i64[1, T] = input
         v0: f32[1, T, 8] = aten.embedding(embed.weight, input_ids)
@@ -43,7 +48,8 @@ def test_golden() -> None:
         v4: f32[1, T, 12] = aten.mul.Tensor(v3, 2)
         v5: f32[1, T, 11] = aten.linear(v4, head.weight)
         return v5
-    """)
+    """,
+    )
 
 
 def test_parts_in_any_order_broadcast_and_cast() -> None:

@@ -1,4 +1,4 @@
-"""The engine's adapter of `moe`: filled whole or per expert, on one rank or split, in the layout that a kernel wants."""
+"""The engine's adapter of `moe`: filled whole or per expert, on one rank or split, in the layout of its kernel."""
 
 from __future__ import annotations
 
@@ -35,16 +35,30 @@ def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def fake_low(rank: int, world: int) -> SimpleNamespace:
-    return SimpleNamespace(shared=SimpleNamespace(
-        rank=rank, world=world, take=lambda shard, value: value if shard is None else shard.take(value, rank, world)))
+    return SimpleNamespace(
+        shared=SimpleNamespace(
+            rank=rank, world=world, take=lambda shard, value: value if shard is None else shard.take(value, rank, world)
+        )
+    )
 
 
-def filled(values: dict[str, torch.Tensor], gated: tuple[str, float, float], rank: int = 0, world: int = 1,
-           per_expert: bool = False) -> experts.Experts:
+def filled(
+    values: dict[str, torch.Tensor],
+    gated: tuple[str, float, float],
+    rank: int = 0,
+    world: int = 1,
+    per_expert: bool = False,
+) -> experts.Experts:
     """An adapter that a loader filled."""
-    adapter = experts.Experts(COUNT, WIDTH, INNER // world, biases=("gate_up_bias" in values, "down_bias" in values), gated=gated)
-    shards = {"gate_up": Shard(1, (INNER, INNER), (1, 1)), "gate_up_bias": Shard(1, (INNER, INNER), (1, 1)),
-              "down": Shard(2, (INNER,), (1,)), "down_bias": Shard(0, (COUNT,), (world,), first=True)}
+    adapter = experts.Experts(
+        COUNT, WIDTH, INNER // world, biases=("gate_up_bias" in values, "down_bias" in values), gated=gated
+    )
+    shards = {
+        "gate_up": Shard(1, (INNER, INNER), (1, 1)),
+        "gate_up_bias": Shard(1, (INNER, INNER), (1, 1)),
+        "down": Shard(2, (INNER,), (1,)),
+        "down_bias": Shard(0, (COUNT,), (world,), first=True),
+    }
     plan, receivers, tensors = WeightPlan(), {}, {}
     for name, value in values.items():
         pieces, sections, folded = (Piece(name),), (COUNT,), False
@@ -55,7 +69,9 @@ def filled(values: dict[str, torch.Tensor], gated: tuple[str, float, float], ran
             tensors.update({piece.source: part for piece, part in zip(pieces, parts, strict=True)})
         else:
             tensors[name] = value
-        slot = Slot(name, tuple(value.shape), value.dtype, pieces, sections, shards[name] if world > 1 else None, folded=folded)
+        slot = Slot(
+            name, tuple(value.shape), value.dtype, pieces, sections, shards[name] if world > 1 else None, folded=folded
+        )
         plan.add(slot)
 
         def load(value: torch.Tensor, section: int | None, name: str = name, slot: Slot = slot) -> None:
@@ -104,13 +120,15 @@ class Gpu:
 
 @pytest.mark.parametrize("per_expert", [False, True])
 @pytest.mark.parametrize("gated", [("silu", 0.0, 0.0), OAI])
-def test_what_the_fused_kernel_is_given(gated: tuple[str, float, float], per_expert: bool,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_fused_kernel_is_given(
+    gated: tuple[str, float, float], per_expert: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "current_platform", Gpu)
     given = {}
 
-    def kernel(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **more: object
-               ) -> torch.Tensor:
+    def kernel(
+        x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **more: object
+    ) -> torch.Tensor:
         given.update(w1=w1, w2=w2, weights=weights, ids=ids, **more)
         return x
 

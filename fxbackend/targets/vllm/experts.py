@@ -1,7 +1,7 @@
 """`moe`: the routed experts of a layer, with ids and weights as the program's own router makes them.
 
-On a GPU vLLM's fused kernel takes them. On a CPU its kernel knows softmax routing only, so the op's own body runs there, as
-one opaque call that compiles. Every rank holds a slice of every expert; the sum over ranks is the program's own.
+On a GPU vLLM's fused kernel takes them. On a CPU its kernel knows softmax routing only, so the op's own body runs
+there, as one opaque call that compiles. Every rank holds a slice of every expert; the sum over ranks is the program's own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,16 @@ class Experts(nn.Module):
         gated: activation, alpha and limit of the op.
     """
 
-    def __init__(self, count: int, width: int, inner: int, *, biases: tuple[bool, bool], gated: tuple[str, float, float],
-                 dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        width: int,
+        inner: int,
+        *,
+        biases: tuple[bool, bool],
+        gated: tuple[str, float, float],
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.gated = gated
         self.fused = not current_platform.is_cpu() and _kernel(gated) is not None
@@ -85,18 +93,32 @@ def _kernel(gated: tuple[str, float, float]) -> MoEActivation | None:
 
 
 def opaque(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, alpha: float, limit: float,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
 ) -> torch.Tensor:
     """The op itself, which the compiler does not look into: its body reads the ids on the host."""
     return torch.ops.fxbackend.moe(x, ids, weights, gate_up, down, gate_up_bias, down_bias, activation, alpha, limit)
 
 
 def every_expert(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, gated: tuple[str, float, float],
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    gated: tuple[str, float, float],
 ) -> torch.Tensor:
-    """All tokens through all experts, for gates that the fused kernel lacks: slow, with no shape that depends on ids."""
+    """All tokens through all experts, for gates that the fused kernel lacks: slow, but no shape depends on ids."""
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for expert in range(down.shape[0]):
         bias, bias_down = (None if each is None else each[expert] for each in (gate_up_bias, down_bias))
@@ -106,16 +128,30 @@ def every_expert(
 
 
 def _fused(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, gated: tuple[str, float, float],
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    gated: tuple[str, float, float],
 ) -> torch.Tensor:
     """vLLM's fused kernel. An id that is no expert would leave its part of the sum as the memory happens to be."""
     count, activation = down.shape[0], _kernel(gated)
     assert activation is not None
     weights = weights.float().masked_fill(ids >= count, 0.0)
-    config = biased_moe_quant_config(gate_up_bias, down_bias) if gate_up_bias is not None or down_bias is not None else None
-    return fused_experts(x.contiguous(), gate_up, down, weights, ids.clamp(max=count - 1).to(torch.int32),
-                         activation=activation, quant_config=config)
+    biased = gate_up_bias is not None or down_bias is not None
+    config = biased_moe_quant_config(gate_up_bias, down_bias) if biased else None
+    return fused_experts(
+        x.contiguous(),
+        gate_up,
+        down,
+        weights,
+        ids.clamp(max=count - 1).to(torch.int32),
+        activation=activation,
+        quant_config=config,
+    )
 
 
 def build(low: PartLowering, node: fx.Node) -> fx.Node:
@@ -132,8 +168,14 @@ def build(low: PartLowering, node: fx.Node) -> fx.Node:
     count, width, inner = down.local_shape(low.shared.world)
 
     def make(_path: str) -> nn.Module:
-        return Experts(count, width, inner, biases=(slots[2] is not None, slots[3] is not None),
-                       gated=(str(activation), float(alpha), float(limit)), dtype=gate_up.dtype)  # type: ignore[arg-type]
+        return Experts(
+            count,
+            width,
+            inner,
+            biases=(slots[2] is not None, slots[3] is not None),
+            gated=(str(activation), float(alpha), float(limit)),  # type: ignore[arg-type]
+            dtype=gate_up.dtype,
+        )
 
     def fill(adapter: nn.Module) -> None:
         for name, slot in zip(("gate_up", "down", "gate_up_bias", "down_bias"), slots, strict=True):
@@ -145,7 +187,9 @@ def build(low: PartLowering, node: fx.Node) -> fx.Node:
     return low.call(node, module_of(node) or "experts", key, make, (x, ids, weights), fill)  # type: ignore[arg-type]
 
 
-def _load(low: PartLowering, adapter: nn.Module, name: str, slot: Slot, value: torch.Tensor, section: int | None) -> None:
+def _load(
+    low: PartLowering, adapter: nn.Module, name: str, slot: Slot, value: torch.Tensor, section: int | None
+) -> None:
     """Takes the packed weight of all experts, or (`section`) that of one expert, or a half of it."""
     if section is None:
         adapter.load(name, low.shared.take(slot.shard, value))  # type: ignore[operator]
