@@ -53,7 +53,7 @@ def into_a_table(rw: Rewriter, hidden: fx.Node) -> fx.Node:
 
 @pytest.mark.parametrize("build", [along_tokens, into_a_table])
 def test_a_write_along_the_tokens_is_refused(build: object) -> None:
-    with pytest.raises(UnsupportedModelError, match="it writes along the tokens|has lost the token dimension"):
+    with pytest.raises(UnsupportedModelError, match=r"it writes along the tokens|has lost the token dimension"):
         check_rows(program_with(build))  # type: ignore[arg-type]
 
 
