@@ -8,6 +8,8 @@ from fxbackend.passes.canonicalize_views import CanonicalizeViews
 from fxbackend.passes.cut_pipeline import CutPipeline
 from fxbackend.passes.decompose import Decompose
 from fxbackend.passes.drop_batch_axis import DropBatchAxis
+from fxbackend.passes.experts import Experts
+from fxbackend.passes.fill_buffers import FillBuffers
 from fxbackend.passes.functionalize import Functionalize
 from fxbackend.passes.fuse_add_rms_norm import FuseAddRmsNorm
 from fxbackend.passes.fuse_glu import FuseGlu
@@ -29,7 +31,8 @@ def default_pipeline() -> Pipeline:
     """What every target starts from: capture to the fused program."""
     return Pipeline(
         (
-            Functionalize(),  # first: whatever looks at a value must see the one that its readers saw
+            FillBuffers(),  # before functionalize: writes to parts of a fresh buffer are its way to concatenate
+            Functionalize(),  # early: whatever looks at a value must see the one that its readers saw
             Decompose(),  # before canonicalize: it simplifies the factors of one that this leaves
             Canonicalize(),  # before all patterns: they know one spelling only
             CanonicalizeViews(),  # after canonicalize: it has made the dimensions positive and the no-op casts go
@@ -39,6 +42,7 @@ def default_pipeline() -> Pipeline:
             PositionTables(),  # before rope: rope reads cos and sin off evaluated tables
             Rope(),  # before attention: it removes the transposes that attention puts around its operands
             Attention(),  # the interface call becomes the op; its transposes meet those of rope and of the views
+            Experts(),  # any place after canonicalize; the router before it stays as it is
             Linear(),  # before vocabulary: the head is looked for among the dialect's linears
             RmsNorm(),  # any place after canonicalize
             Vocabulary(),  # last to raise: the head is what is left behind the output

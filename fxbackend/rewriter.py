@@ -151,6 +151,17 @@ class Rewriter:
             node.meta["val"] = torch.empty(turned.shape, dtype=slot.dtype, device=self._device())
         self.edits += 1
 
+    def turn_experts(self, node: fx.Node, transpose: bool, halves: bool) -> None:
+        """Turns the slot of all experts that `node` reads: `[E, a, b]` becomes `[E, b, a]`, then its halves are parted."""
+        slot = self.weights.slots[str(node.target)]
+        (piece,) = slot.pieces
+        shape = (slot.shape[0], slot.shape[2], slot.shape[1]) if transpose else slot.shape
+        turned = self.weights.replace(slot.name, shape=shape,
+                                      pieces=(dataclasses.replace(piece, transpose=transpose, halves=halves),))
+        with self.program.fake_mode:
+            node.meta["val"] = torch.empty(turned.shape, dtype=slot.dtype, device=self._device())
+        self.edits += 1
+
     def shard_slot(self, name: str, shard: Shard, world: int) -> None:
         """States the split of a slot; its node then has the shape that one rank holds."""
         slot = self.weights.replace(name, shard=shard)

@@ -36,7 +36,8 @@ _PER_TOKEN = (dialect.embedding.default, dialect.linear.default, dialect.qkv.def
               dialect.rms_norm.default, dialect.add_rms_norm.default, dialect.lm_head.default, dialect.all_reduce.default,
               dialect.stage_cut.default, dialect.rope.default, dialect.rope_qk.default, dialect.attention.default,
               aten.layer_norm.default, aten.unsqueeze.default, aten.to.dtype, operator.getitem, aten.linear.default,
-              aten.native_layer_norm.default, aten.rms_norm.default)
+              aten.native_layer_norm.default, aten.rms_norm.default, aten.polar.default, aten.view_as_complex.default,
+              aten.view_as_real.default)
 
 
 def check_rows(program: Program) -> None:
@@ -220,7 +221,28 @@ def _repeat_interleave(node: fx.Node) -> str | None:
     return None if isinstance(dim, int) and dim != token_dim(node.args[0]) else "it repeats the tokens"  # type: ignore[arg-type]
 
 
+def _moe(node: fx.Node) -> str | None:
+    """Every operand that is no weight has its tokens in front."""
+    if any(token_dim(arg) is not None for arg in node.args[3:7] if isinstance(arg, fx.Node)):
+        return "its experts are made of tokens"
+    aligned = all(token_dim(arg) == 0 for arg in node.args[:3])  # type: ignore[arg-type]
+    return None if aligned else "its operands have their tokens in different dimensions"
+
+
+def _scatter(node: fx.Node) -> str | None:
+    """`x.scatter(dim, index, y)` writes along `dim`, each token into its own part."""
+    source, dim, *others = node.args
+    where, rank = token_dim(source), _values(source)[0].ndim  # type: ignore[arg-type]
+    if where is None or where == int(dim) % rank:  # type: ignore[arg-type]
+        return "it writes along the tokens"
+    tensors = [other for other in others if isinstance(other, fx.Node) and _values(other)]
+    return None if all(token_dim(other) in (where, None) for other in tensors) and token_dim(tensors[0]) == where else (
+        "its operands have their tokens in different dimensions")
+
+
 _RULES: dict[object, Rule] = {
+    dialect.moe.default: _moe,
+    aten.scatter.value: _scatter, aten.scatter.src: _scatter, aten.scatter_add.default: _scatter,
     aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.permute.default: _transpose,
     aten.expand.default: _transpose, aten.expand_as.default: _transpose,
     aten.broadcast_to.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,

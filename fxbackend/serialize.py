@@ -287,12 +287,13 @@ def _plan(data: dict[str, object], constants: Mapping[str, torch.Tensor]) -> Wei
         raise InputError(f"{CONSTANTS_FILE} holds no {missing}, which the saved program reads: save the program again.")
     plan = WeightPlan(aliases=dict(data["aliases"]), ignored=dict(data["ignored"]))  # type: ignore[call-overload]
     for row in data["slots"]:  # type: ignore[attr-defined]
-        pieces = tuple(Piece(each["source"], each["narrow"] and tuple(each["narrow"]), each["transpose"])
+        pieces = tuple(Piece(each["source"], each["narrow"] and tuple(each["narrow"]), each["transpose"],
+                             each["halves"])
                        for each in row["pieces"])
         split = row["shard"]
-        shard = split and Shard(split["dim"], tuple(split["sections"]), tuple(split["replicate"]))
+        shard = split and Shard(split["dim"], tuple(split["sections"]), tuple(split["replicate"]), split["first"])
         plan.add(Slot(row["name"], tuple(row["shape"]), _dtype(row["dtype"]), pieces, tuple(row["sections"]), shard,
-                      row["parameter"]))
+                      row["parameter"], row["folded"]))
     plan.constants = {name: constants[name] for name in names}  # type: ignore[attr-defined]
     return plan
 

@@ -248,3 +248,18 @@ def _closed(block: Block) -> None:
     weight = block.row.args[1]
     if weight.op != "get_attr" or len(weight.users) > 1:  # type: ignore[union-attr]
         raise cannot(block.row, f"{weight.target} is read elsewhere as well")  # type: ignore[union-attr]
+
+
+def inner_width(node: fx.Node, world: int) -> int:
+    """The inner width of the experts of a `moe`, which is split over `world` ranks.
+
+    Raises:
+        CannotSplit: the ranks do not divide it, or a weight is not the node's own.
+    """
+    inner = int(shape_of(node.args[4])[2])  # type: ignore[arg-type]
+    if inner % world:
+        raise cannot(node, f"the inner width {inner} of its experts is not divided by {world}")
+    for operand in node.args[3:7]:
+        if isinstance(operand, fx.Node) and (operand.op != "get_attr" or len(operand.users) > 1):
+            raise cannot(node, f"{operand.target} is not a weight that only this place reads")
+    return inner

@@ -16,7 +16,7 @@ from fxbackend.rows import check_rows
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
 
-_HOOKS = (dialect.hf_attention.default, dialect.attention_mask.default)
+_HOOKS = (dialect.hf_attention.default, dialect.attention_mask.default, dialect.hf_experts.default)
 # Spellings that canonicalize removes; one left over would hide a value from every later pattern.
 _NOT_CANONICAL = frozenset(
     {
@@ -98,7 +98,7 @@ def _allowed(node: fx.Node, stage: Stage) -> None:
     if stage >= Stage.CANONICAL and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
         raise VerifyError(f"{_place(node)} writes to its operand; a canonical program is functional.")
     if stage >= Stage.SEMANTIC and target in _HOOKS:
-        raise VerifyError(f"{_place(node)}: an attention of Transformers' interface was not rewritten.")
+        raise VerifyError(f"{_place(node)}: a call of Transformers' interface was not rewritten.")
     if stage is Stage.LOWERED and target in OPS:
         raise VerifyError(f"{_place(node)}: no dialect op may be left after lowering.")
 

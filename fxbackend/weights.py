@@ -2,13 +2,14 @@
 
 A *slot* is what the graph reads (a `get_attr` node names it). It is the concatenation, along dimension 0, of
 *pieces*; a piece is one checkpoint tensor, possibly transposed or narrowed. A fusion that stacks projections builds
-the stacked slot in the same edit, so that graph and weights cannot drift apart.
+the stacked slot in the same edit, so that graph and weights cannot drift apart. The slot of all experts of a layer may
+be *folded*: its pieces, one per expert, are concatenated and then viewed as the slot's shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,25 +24,29 @@ class Piece:
     Attributes:
         source: name of the tensor in the checkpoint.
         narrow: `(dim, start, length)` taken from the source before the transpose, or None for all of it.
-        transpose: whether the (narrowed) two-dimensional source is transposed (GPT-2's Conv1D).
+        transpose: whether the last two dimensions of the (narrowed) source change places (GPT-2's Conv1D).
+        halves: whether rows 0, 2, 4, ... of dimension 1 then come before rows 1, 3, 5, ... (GPT-OSS lays the gate and
+            the other half of an expert row by row between each other).
     """
 
     source: str
     narrow: tuple[int, int, int] | None = None
     transpose: bool = False
+    halves: bool = False
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         """The piece's value, a view of `tensor` where possible."""
         if self.narrow is not None:
             tensor = tensor.narrow(*self.narrow)
-        return tensor.t() if self.transpose else tensor
+        tensor = tensor.mT if self.transpose else tensor
+        return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1) if self.halves else tensor
 
     def __str__(self) -> str:
         text = self.source
         if self.narrow is not None:
             dim, start, length = self.narrow
             text += f"[{':, ' * dim}{start}:{start + length}]"
-        return text + (".T" if self.transpose else "")
+        return text + (".T" if self.transpose else "") + (".halves" if self.halves else "")
 
 
 @dataclass(frozen=True)
@@ -53,18 +58,21 @@ class Shard:
         sections: lengths along `dim` that are split one by one (q, k, v of a stacked projection); they sum to the
             whole dimension.
         replicate: per section, how many ranks share one part (KV heads fewer than ranks); 1 is a plain split.
+        first: whether ranks but the first hold zeros (a bias that is added before the sum over ranks).
     """
 
     dim: int
     sections: tuple[int, ...]
     replicate: tuple[int, ...]
+    first: bool = False
 
     def take(self, tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
         """The part of a whole slot value that belongs to `rank` of `world`."""
         parts = []
         for section, copies in zip(tensor.split(self.sections, self.dim), self.replicate, strict=True):
             parts.append(section.chunk(world // copies, self.dim)[rank // copies])
-        return torch.cat(parts, self.dim)
+        whole = torch.cat(parts, self.dim)
+        return torch.zeros_like(whole) if self.first and rank else whole
 
     def local(self, shape: tuple[int, ...], world: int) -> tuple[int, ...]:
         """The shape of one rank's part of a slot of `shape`."""
@@ -84,6 +92,8 @@ class Slot:
         sections: lengths along dimension 0, one per stacked projection (one entry when nothing is stacked).
         shard: the split over ranks, None when every rank holds all of it.
         parameter: False for buffers and constants.
+        folded: whether the pieces, on top of each other, are then viewed as `shape`, whose first two dimensions they
+            join; `sections` are lengths of the pieces then.
     """
 
     name: str
@@ -93,6 +103,17 @@ class Slot:
     sections: tuple[int, ...] = ()
     shard: Shard | None = None
     parameter: bool = True
+    folded: bool = False
+
+    def piece_shape(self, index: int) -> tuple[int, ...]:
+        """The shape that piece `index` must have, where every piece is a section."""
+        return (self.sections[index], *self.shape[2 if self.folded else 1 :])
+
+    def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The value of the slot from those of its pieces; not yet its dtype."""
+        value = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        whole = (self.shape[0] * self.shape[1], *self.shape[2:]) if self.folded else self.shape
+        return value.reshape(self.shape) if self.folded and tuple(value.shape) == whole else value
 
     @property
     def bytes(self) -> int:
@@ -146,6 +167,8 @@ class WeightPlan:
         for part in parts[1:]:
             if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype:
                 raise WeightError(f"cannot stack {first.name!r} {first.shape} and {part.name!r} {part.shape}.")
+        if any(part.folded for part in parts):
+            raise WeightError(f"cannot stack {[p.name for p in parts]}: they are weights of experts.")
         if any(part.shard for part in parts):
             raise WeightError(f"cannot stack {[p.name for p in parts]}: they are sharded already.")
         return Slot(
@@ -208,7 +231,7 @@ class WeightPlan:
             value = self.constants[slot.name]
             return value if slot.shard is None else slot.shard.take(value, rank, world)
         parts = [piece.apply(state[piece.source]) for piece in slot.pieces]
-        value = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(slot.dtype)
+        value = slot.assemble(parts).to(slot.dtype)
         if tuple(value.shape) != slot.shape:
             raise WeightError(
                 f"weight slot {slot.name!r} is {slot.shape}, the checkpoint gives {tuple(value.shape)} "
@@ -224,6 +247,7 @@ class WeightPlan:
         for slot in self:
             recipe = " ++ ".join(map(str, slot.pieces)) or "constant"
             split = f"  split dim {slot.shard.dim} {slot.shard.sections}" if slot.shard else ""
+            split += " on the first rank" if slot.shard and slot.shard.first else ""
             lines.append(f"{slot.name}  {list(slot.shape)} {str(slot.dtype)[6:]}  <- {recipe}{split}")
         lines += [f"ignored {name}: {reason}" for name, reason in self.ignored.items()]
         return "\n".join(lines)

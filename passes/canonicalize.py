@@ -105,6 +105,8 @@ def _rewrite(rw: Rewriter, node: fx.Node, tokens: fx.Node | None) -> fx.Node | N
         return _cast(rw, node, first)
     if target in (aten.expand.default, aten.expand_as.default) and first is not None and same_shape(node, first):
         return first
+    if target is aten.concat.default:  # Phimoe's router
+        return rw.call(aten.cat.default, args[0], _positive(node, args[1] if len(args) > 1 else 0))  # type: ignore[arg-type]
     if target in _SCALARS:
         return rw.call(_SCALARS[target], *args, **node.kwargs)
     if target in (aten.square.default,) or (target is aten.mul.Tensor and args[0] is args[1]):

@@ -9,9 +9,10 @@ Before and after, on one of two ranks:
 For every linear the pass walks back from its input, asking each op what must be split for its own result to be split,
 until it arrives at projections: those become column parallel, the linear becomes row parallel, and the block costs one
 reduction. A bias of the row side is added once, after it. The vocabulary ops (`embedding`, `lm_head`) are whole by
-definition; a target splits them inside.
+definition; a target splits them inside. A norm over the full width of q or k (Olmo2) gets its statistics reduced as well.
 
-A norm over the full width of q or k (Olmo2) gets its statistics reduced as well, one number per token.
+Experts are split like a gated unit: each rank holds a slice of the inner width of every expert, and the results are
+summed. The bias of their second projection is zeros on all ranks but the first. The router stays whole.
 
 Refuses (the block stays replicated, with the reason in the report): an op on the way that needs the whole value, a
 value of the block that is used outside of it, heads or widths that the ranks do not divide.
@@ -29,7 +30,7 @@ from fxbackend.errors import PipelineError
 from fxbackend.pass_base import Pass
 from fxbackend.program import Stage, shape_of, value_of
 from fxbackend.rewriter import Rewriter
-from fxbackend.sharding import Block, CannotSplit, find_block
+from fxbackend.sharding import Block, CannotSplit, find_block, inner_width
 from fxbackend.weights import Shard
 
 aten = torch.ops.aten
@@ -77,6 +78,8 @@ class ShardTensorParallel(Pass):
                 rw.refuse(row, f"stays whole on every rank: {reason}")
         for block in blocks:
             _split(rw, block, self.world)
+        for node in rw.program.calls(dialect.moe.default):
+            _split_experts(rw, node, self.world)
         rw.infer_all()
 
 
@@ -108,6 +111,24 @@ def _split(rw: Rewriter, block: Block, world: int) -> None:
         elif node.target is dialect.rms_norm.default and demand.dim == len(shape_of(node)) - 1:
             _reduce_statistics(rw, node, demand.copies)
     _reduce(rw, block.row, world)
+
+
+def _split_experts(rw: Rewriter, node: fx.Node, world: int) -> None:
+    try:
+        inner = inner_width(node, world)
+    except CannotSplit as reason:
+        rw.refuse(node, f"stays whole on every rank: {reason}")
+        return
+    gate_up, down, gate_up_bias, down_bias = node.args[3:7]
+    for operand in (gate_up, gate_up_bias):
+        _shard(rw, operand, Shard(1, (inner, inner), (1, 1)), world)
+    _shard(rw, down, Shard(2, (inner,), (1,)), world)
+    if isinstance(down_bias, fx.Node):
+        _shard(rw, down_bias, Shard(0, (int(shape_of(down_bias)[0]),), (world,), first=True), world)
+    with rw.at(node.next, origin=node):
+        total = rw.call(dialect.all_reduce.default, node)
+    rw.reroute_after(node, total)
+    rw.matched()
 
 
 def _reduce_statistics(rw: Rewriter, norm: fx.Node, copies: int) -> None:

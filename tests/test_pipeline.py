@@ -90,7 +90,8 @@ def test_an_error_says_what_had_run(program: Program) -> None:
         pipeline.run(program)
     if hasattr(error.value, "__notes__"):
         assert error.value.__notes__ == [
-            "in pass raises; passes that had run: functionalize, canonicalize, canonicalize_views, drop_batch_axis"
+            "in pass raises; passes that had run: fill_buffers, functionalize, decompose, canonicalize, "
+            "canonicalize_views, drop_batch_axis"
         ]
 
 

@@ -117,7 +117,7 @@ def test_canonical_programs_are_functional(program: Program) -> None:
 def test_no_attention_of_the_interface_is_left(captured: Program) -> None:
     program = before(default_pipeline(), "attention", captured)
     verify(program, inside=True)
-    broken(program, "an attention of Transformers' interface was not rewritten")
+    broken(program, "a call of Transformers' interface was not rewritten")
 
 
 def test_no_dialect_op_is_left_after_lowering(program: Program) -> None:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from fxbackend.errors import CaptureError, FxBackendError
-from fxbackend.hf import hooks
+from fxbackend.hf import expert_hooks, hooks
 from fxbackend.program import Facts, Program, Stage, example_tokens, new_fake_mode, token_input
 from fxbackend.weights import Piece, Slot, WeightPlan
 
@@ -62,7 +62,7 @@ def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: 
            mode: FakeTensorMode, device: torch.device | str) -> PreTrainedModel:
     config = copy.deepcopy(config)
     config.use_cache = False
-    with hooks.installed(lambda module: "", 1), mode, torch.device(device), no_init_weights():
+    with hooks.installed(lambda module: "", 1), expert_hooks.installed(lambda module: ""), mode, torch.device(device), no_init_weights():
         model = _construct(model_class, config, dtype)
         model.tie_weights()  # part of the initialisation that was skipped
     if model.config._attn_implementation not in (hooks.IMPLEMENTATION, "eager"):
@@ -72,7 +72,8 @@ def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: 
 
 def _construct(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     def build(implementation: str) -> PreTrainedModel:
-        return model_class._from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=dtype)
+        return model_class._from_config(copy.deepcopy(config), attn_implementation=implementation,
+                                        experts_implementation=hooks.IMPLEMENTATION, dtype=dtype)
 
     if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
         return build(hooks.IMPLEMENTATION)
@@ -192,8 +193,8 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
 
     tracer = make_fx(forward, tracing_mode="real", pre_dispatch=True, record_stack_traces=False)
     try:
-        with hooks.installed(lambda m: paths.get(m, type(m).__name__), facts.max_model_len), _module_paths(paths), \
-                _no_collection(), mode, torch.no_grad(), torch.device(device):
+        with hooks.installed(lambda m: paths.get(m, type(m).__name__), facts.max_model_len), \
+                expert_hooks.installed(lambda m: paths.get(m, type(m).__name__)), _module_paths(paths), _no_collection(), mode, torch.no_grad(), torch.device(device):
             module = tracer(ids, positions, *tensors.values())
     except FxBackendError:
         raise
@@ -208,9 +209,20 @@ def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
     if not isinstance(tokens, torch.SymInt) or tokens.node.maybe_as_int() is not None:
         raise CaptureError(f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
                            "token dimension with a constant. It must work for every number of tokens.")
+    _no_host_reads(module.graph, model)
     _no_silent_guards(mode, model, str(tokens.node.expr), facts.max_model_len)
     constants = {str(node.target): getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}
     return module.graph, list(tensors), constants
+
+
+def _no_host_reads(graph: fx.Graph, model: PreTrainedModel) -> None:
+    """A value that was read on the host is a symbol of its own, on which the shapes behind it depend (JetMoE)."""
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            place = (node.meta.get("custom") or {}).get("module", "")
+            raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {place or 'its forward'} reads the "
+                               "value of a tensor on the host (item(), tolist()) and makes shapes of it, which no graph "
+                               "can hold; it must stay a tensor.")
 
 
 def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str, longest: int) -> None:

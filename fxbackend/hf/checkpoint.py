@@ -16,6 +16,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
 
 from fxbackend.errors import InputError, UnsupportedModelError, WeightError
+from fxbackend.hf.expert_tensors import ExpertTensors
 from fxbackend.weights import WeightPlan
 
 SINGLE_FILE = "model.safetensors"
@@ -79,9 +80,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
 def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig, plan: WeightPlan,
                     names: Iterable[str]) -> dict[str, str]:
-    """For every name of a checkpoint the parameter it belongs to, by Transformers' own rules for the class.
+    """For every name of a checkpoint the name in the plan, by Transformers' own rules for the class.
 
     Covers renamed modules, a base-model prefix too many or too few, and buffers that Transformers skips (left out).
+    Where the checkpoint holds a tensor per expert, the slots of `plan` are made of these instead of one packed tensor.
 
     Raises:
         UnsupportedModelError: Transformers converts the tensors themselves while it loads this class.
@@ -98,14 +100,19 @@ def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig
     skipped = re.compile("|".join((*_OBSOLETE, *(model._keys_to_ignore_on_load_unexpected or ()))))
     state = model.state_dict()
     result = {}
+    experts = ExpertTensors()
     for name in names:
         new, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if converted is not None and name not in known:
-            raise UnsupportedModelError(f"Transformers converts the checkpoint tensor {name!r} of "
-                                        f"{model_class.__name__} while loading it, which is not supported yet; "
-                                        "hand in the loaded model instead.")
-        if new in known or not skipped.search(name):
+            converter = next(each for each in converters if converted in each.source_patterns)
+            if not experts.add(name, new, converted, converter):
+                raise UnsupportedModelError(f"Transformers converts the checkpoint tensor {name!r} of "
+                                            f"{model_class.__name__} while loading it ({converter.operations}), which "
+                                            "is not supported yet; hand in the loaded model instead.")
+            result[name] = name
+        elif new in known or not skipped.search(name):
             result[name] = new
+    experts.fill(plan)
     return result
 
 
@@ -116,7 +123,11 @@ def check_shapes(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
         WeightError: one message that lists every tensor that does not.
     """
     names = {plan.aliases.get(name, name): name for name in state}
-    shapes = {slot.name: (tuple(state[names[slot.name]].shape), slot.shape) for slot in plan if slot.pieces}
+    shapes = {}
+    for slot in plan:
+        for index, piece in enumerate(slot.pieces):  # a captured slot is one tensor, or one per expert
+            wanted = slot.piece_shape(index) if slot.folded else slot.shape
+            shapes[piece.source] = (tuple(state[names[piece.source]].shape), wanted)
     wrong = [f"{name} is {given} in the checkpoint, {wanted} in the model" for name, (given, wanted) in shapes.items()
              if given != wanted]
     if wrong:

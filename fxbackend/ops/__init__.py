@@ -3,6 +3,7 @@
 from fxbackend.ops.attention import attention, sequences
 from fxbackend.ops.captured import attention_mask, hf_attention
 from fxbackend.ops.collective import all_gather, all_reduce, stage_cut
+from fxbackend.ops.experts import hf_experts, moe
 from fxbackend.ops.norm import add_rms_norm, rms_norm
 from fxbackend.ops.projection import ACTIVATIONS, embedding, glu, linear, lm_head, qkv
 from fxbackend.ops.registry import OPS, DialectOp, dialect_op, is_dialect
@@ -21,9 +22,11 @@ __all__ = [
     "embedding",
     "glu",
     "hf_attention",
+    "hf_experts",
     "is_dialect",
     "linear",
     "lm_head",
+    "moe",
     "qkv",
     "rms_norm",
     "rope",

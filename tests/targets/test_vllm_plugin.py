@@ -48,22 +48,11 @@ def engine_config(path: str, **more: object) -> ModelConfig:
 
 def test_names_of_the_generic_class_are_ours_and_no_others() -> None:
     ours = {name for name, entry in ModelRegistry.models.items() if getattr(entry, "class_name", "") == compat.PROGRAM}
-    assert ours >= {
-        "TransformersForCausalLM",
-        "GPTNeoXForCausalLM",
-        "PhiForCausalLM",
-        "Olmo2ForCausalLM",
-        "SmolLM3ForCausalLM",
-        "Starcoder2ForCausalLM",
-        "FxbackendForCausalLM",
-    }
-    for name in (
-        "LlamaForCausalLM",
-        "TransformersMoEForCausalLM",
-        "TransformersMultiModalForCausalLM",
-        "TransformersEmbeddingModel",
-        "FlexOlmoForCausalLM",
-    ):
+    assert ours >= {"TransformersForCausalLM", "GPTNeoXForCausalLM", "PhiForCausalLM", "Olmo2ForCausalLM",
+                    "SmolLM3ForCausalLM", "Starcoder2ForCausalLM", "FxbackendForCausalLM", "TransformersMoEForCausalLM",
+                    "FlexOlmoForCausalLM", "HunYuanMoEV1ForCausalLM", "MellumForCausalLM"}
+    for name in ("LlamaForCausalLM", "MixtralForCausalLM", "TransformersMultiModalForCausalLM",
+                 "TransformersMultiModalMoEForCausalLM", "TransformersEmbeddingModel", "TransformersMoEEmbeddingModel"):
         assert name not in ours
 
 
@@ -113,10 +102,10 @@ def test_pooling_stays_with_vllm(tmp_path: Path) -> None:
     assert config._model_info.architecture == "TransformersForCausalLM"
 
 
-def test_experts_stay_with_vllm(tmp_path: Path) -> None:
+def test_experts_come_to_us(tmp_path: Path) -> None:
     path = folder(tmp_path, "MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2)
     config = engine_config(path, model_impl="transformers")
-    assert config._model_info.architecture == "TransformersMoEForCausalLM"
+    assert config._model_info.architecture == "FxbackendForCausalLM"
 
 
 def test_a_latent_model_is_served_with_full_attention(tmp_path: Path) -> None:

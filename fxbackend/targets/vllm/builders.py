@@ -11,7 +11,7 @@ from torch import fx
 
 from fxbackend.errors import LoweringError
 from fxbackend.program import module_of, shape_of
-from fxbackend.targets.vllm import layers
+from fxbackend.targets.vllm import experts, layers
 from fxbackend.targets.vllm.aliasing import exclusive
 from fxbackend.weights import Shard, Slot
 
@@ -386,6 +386,7 @@ BUILDERS: Builders = {
     dialect.rope.default: _rope,
     dialect.rope_qk.default: _rope,
     dialect.attention.default: _attention,
+    dialect.moe.default: experts.build,
     dialect.lm_head.default: _lm_head,
     dialect.all_reduce.default: _all_reduce,
     dialect.all_gather.default: _all_gather,

@@ -2,8 +2,9 @@
 
 vLLM resolves an architecture in the parent process, before a worker builds any model. Four answers must be ours there:
 
-1. *Which class?* Every name that vLLM serves by its generic class for causal language models (16 in 0.32, read off its
-   registry, `TransformersForCausalLM` among them) is registered again, with our class. What vLLM had is kept.
+1. *Which class?* Every name that vLLM serves by its generic classes for causal language models (20 in 0.32, read off its
+   registry, `TransformersForCausalLM` and `TransformersMoEForCausalLM` among them) is registered again, with our class. What
+   vLLM had is kept.
 2. *Is the Hugging Face class compatible?* vLLM refuses classes that do not declare the attention interface. We need no
    interface, so that one refusal is lifted while it asks, and only for models that come to us.
 3. *Whose model is it?* Pooling models stay with vLLM, and so does, with `FXBACKEND_FALLBACK=1`, a model that cannot be
@@ -29,7 +30,7 @@ from fxbackend.errors import FxBackendError
 
 logger = logging.getLogger("vllm.fxbackend")
 
-GENERIC = "TransformersForCausalLM"
+GENERIC = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 PROGRAM = "FxbackendForCausalLM"
 OURS = f"fxbackend.targets.vllm.model:{PROGRAM}"
 
@@ -42,7 +43,7 @@ def install() -> None:
     if _kept:
         return
     models = registry.ModelRegistry.models
-    _kept.update({name: entry for name, entry in models.items() if getattr(entry, "class_name", None) == GENERIC})
+    _kept.update({name: entry for name, entry in models.items() if getattr(entry, "class_name", None) in GENERIC})
     for name in (*_kept, PROGRAM):
         registry.ModelRegistry.register_model(name, OURS)
         MODELS_CONFIG_MAP[name] = _hook(MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig))
@@ -91,7 +92,7 @@ def _lift_compatibility(original: Callable[..., str | None]) -> Callable[..., st
         if left(model_config) is None:
             with _every_class_is_compatible():
                 name = original(self, architecture, model_config)
-            if name == GENERIC:
+            if name in GENERIC:
                 return name
         return original(self, architecture, model_config)
 

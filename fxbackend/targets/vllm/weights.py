@@ -67,7 +67,7 @@ class Loader:
         if len(slot.pieces) == 1:
             self._whole(slot, value)
         elif _streams(slot, self.receivers[slot.name]):
-            if tuple(value.shape) != (slot.sections[index], *slot.shape[1:]):
+            if tuple(value.shape) != slot.piece_shape(index):
                 raise _misfit(slot, piece.source, tensor)
             for receiver in self.receivers[slot.name]:
                 receiver.load(value, index)
@@ -75,7 +75,7 @@ class Loader:
             waiting = self._waiting.setdefault(slot.name, {})
             waiting[index] = value
             if len(waiting) == len(slot.pieces):
-                self._whole(slot, torch.cat([waiting[each] for each in range(len(slot.pieces))]))
+                self._whole(slot, slot.assemble([waiting[each] for each in range(len(slot.pieces))]))
                 del self._waiting[slot.name]
 
     def _whole(self, slot: Slot, value: torch.Tensor) -> None:
