@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 
 def convert(
-    model: PreTrainedModel | PretrainedConfig | str | Path, *, target: str = "reference",
-    passes: Pipeline | None = None, dtype: str | torch.dtype | None = None, max_model_len: int | None = None,
-    trust_remote_code: bool = False, dump: str | Path | None = None,
+    model: PreTrainedModel | PretrainedConfig | str | Path,
+    *,
+    target: str = "reference",
+    passes: Pipeline | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+    dump: str | Path | None = None,
 ) -> Converted:
     """Captures a causal language model as one graph and rewrites it.
 
@@ -48,8 +53,14 @@ def convert(
     return _convert(model, passes, dtype, max_model_len, trust_remote_code, dump)
 
 
-def _convert(model: object, passes: Pipeline | None, dtype: str | torch.dtype | None, max_model_len: int | None,
-             trust_remote_code: bool, dump: str | Path | None) -> Converted:
+def _convert(
+    model: object,
+    passes: Pipeline | None,
+    dtype: str | torch.dtype | None,
+    max_model_len: int | None,
+    trust_remote_code: bool,
+    dump: str | Path | None,
+) -> Converted:
     from fxbackend.converted import Converted
     from fxbackend.dump import observers_from_settings
     from fxbackend.hf.source import open_source
@@ -63,8 +74,9 @@ def _convert(model: object, passes: Pipeline | None, dtype: str | torch.dtype | 
     return Converted(program, Report.of(program), source.config_data, state, source.directory, source.generation_data)
 
 
-def _reopen(directory: Path, passes: Pipeline | None, dtype: str | torch.dtype | None,
-            max_model_len: int | None) -> Converted:
+def _reopen(
+    directory: Path, passes: Pipeline | None, dtype: str | torch.dtype | None, max_model_len: int | None
+) -> Converted:
     """A saved program is final: it was rewritten for one dtype and one length."""
     from fxbackend import saved
     from fxbackend.converted import Converted
@@ -78,8 +90,10 @@ def _reopen(directory: Path, passes: Pipeline | None, dtype: str | torch.dtype |
     facts = program.facts
     wanted = (read_dtype(dtype) or facts.dtype, facts.max_model_len if max_model_len is None else max_model_len)
     if passes is not None or wanted != (facts.dtype, facts.max_model_len):
-        raise InputError(f"{directory} holds a program saved for {facts.dtype} and "
-                         f"max_model_len={facts.max_model_len}: it is read as it is; convert the original "
-                         "model to change passes, dtype or length.")
+        raise InputError(
+            f"{directory} holds a program saved for {facts.dtype} and "
+            f"max_model_len={facts.max_model_len}: it is read as it is; convert the original "
+            "model to change passes, dtype or length."
+        )
     source = config["source_config"]
     return Converted(program, Report.of(program), source, Checkpoint.of(directory), directory)  # type: ignore[arg-type]

@@ -71,8 +71,12 @@ class Converted:
     def _model(self) -> ReferenceModel:
         return ReferenceModel(self.program, self._weights("called"))
 
-    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None,
-                 attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The logits `[B, T, V]` of Hugging Face, by the reference target on the CPU.
 
         Args:
@@ -131,21 +135,26 @@ class Converted:
     def _engine_arguments(self, directory: Path, given: Mapping[str, object]) -> dict[str, object]:
         """What the engine would guess otherwise: by itself it turns float32 into a narrower dtype."""
         facts = self.program.facts
-        chosen: dict[str, object] = {"dtype": str(facts.dtype).removeprefix("torch."),
-                                     "max_model_len": facts.max_model_len}
+        chosen: dict[str, object] = {
+            "dtype": str(facts.dtype).removeprefix("torch."),
+            "max_model_len": facts.max_model_len,
+        }
         if "tokenizer" not in given and not saved.has_tokenizer(directory):
             chosen["skip_tokenizer_init"] = True
         return {**chosen, **given}
 
     def _weights(self, done: str) -> Mapping[str, torch.Tensor]:
         if self.state is None:
-            raise InputError(f"this {self.program.facts.architecture} was converted from a config without weights and "
-                             f"cannot be {done}: convert a loaded model, or a directory that holds its weights.")
+            raise InputError(
+                f"this {self.program.facts.architecture} was converted from a config without weights and "
+                f"cannot be {done}: convert a loaded model, or a directory that holds its weights."
+            )
         return self.state
 
 
-def flatten(input_ids: torch.Tensor, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None,
-            facts: Facts) -> Rows:
+def flatten(
+    input_ids: torch.Tensor, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, facts: Facts
+) -> Rows:
     """Lays the real tokens of a batch `[B, T]` one behind the other.
 
     Raises:
@@ -159,8 +168,10 @@ def flatten(input_ids: torch.Tensor, position_ids: torch.Tensor | None, attentio
     if position_ids is not None and attention_mask is None:
         lengths = _packed(positions)
     if max(lengths) > facts.max_model_len:
-        raise InputError(f"a row of {max(lengths)} tokens is longer than max_model_len={facts.max_model_len}: shorten "
-                         "it, or convert with a larger max_model_len.")
+        raise InputError(
+            f"a row of {max(lengths)} tokens is longer than max_model_len={facts.max_model_len}: shorten "
+            "it, or convert with a larger max_model_len."
+        )
     rows = Rows(ids.flatten()[real], positions.flatten()[real], tuple(lengths), real.nonzero().flatten())
     _in_range("position_ids", rows.positions, facts.max_model_len, "max_model_len")
     _in_range("input_ids", rows.ids, facts.vocab_size, "the vocabulary")
@@ -177,16 +188,19 @@ def _batch(name: str, value: torch.Tensor, like: torch.Tensor | None) -> torch.T
         raise InputError(f"{name} has the shape {list(value.shape)}: give [batch, tokens] or [tokens], with tokens.")
     if like is not None:
         if rows.shape not in (like.shape, (1, like.shape[1])):
-            raise InputError(f"{name} has the shape {list(value.shape)}, and input_ids {list(like.shape)}: give one "
-                             "per token.")
+            raise InputError(
+                f"{name} has the shape {list(value.shape)}, and input_ids {list(like.shape)}: give one per token."
+            )
         rows = rows.expand(like.shape)
     return rows.long()
 
 
 def _mask(attention_mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim > 2:
-        raise InputError(f"attention_mask has the shape {list(attention_mask.shape)}: a mask of pairs of tokens cannot "
-                         "be unpadded; give the padding mask [batch, tokens].")
+        raise InputError(
+            f"attention_mask has the shape {list(attention_mask.shape)}: a mask of pairs of tokens cannot "
+            "be unpadded; give the padding mask [batch, tokens]."
+        )
     if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
         whole = attention_mask.long()
         attention_mask = whole if bool((attention_mask == whole).all()) else attention_mask
@@ -199,8 +213,10 @@ def _mask(attention_mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     borders = torch.diff(mask, dim=1, prepend=end, append=end).abs().sum(1)
     if bool((borders > 2).any()):
         row = int((borders > 2).nonzero()[0])
-        raise InputError(f"attention_mask has a hole in row {row}: the tokens of a row must be contiguous, with the "
-                         "padding left or right of them.")
+        raise InputError(
+            f"attention_mask has a hole in row {row}: the tokens of a row must be contiguous, with the "
+            "padding left or right of them."
+        )
     return mask
 
 

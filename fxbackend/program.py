@@ -17,6 +17,7 @@ import fxbackend.ops  # noqa: F401  (registers the dialect before anything names
 from fxbackend.errors import VerifyError
 from fxbackend.weights import WeightPlan
 
+
 class Stage(enum.IntEnum):
     """What a program speaks; see the table in docs/architecture.md."""
 
@@ -113,6 +114,15 @@ class Program:
     def calls(self, *targets: object) -> list[fx.Node]:
         """Call nodes of the given targets, in graph order."""
         return [node for node in self.graph.nodes if node.op == "call_function" and node.target in targets]
+
+    def made_of_ids(self) -> set[fx.Node]:
+        """Calls whose values hold something of the input ids, not of their number alone: the hidden states."""
+        found = {self.inputs()["input_ids"]}
+        for node in self.graph.nodes:
+            counts = node.target is torch.ops.aten.sym_size.int
+            if node.op == "call_function" and not counts and any(arg in found for arg in node.all_input_nodes):
+                found.add(node)
+        return {node for node in found if node.op == "call_function"}
 
     def copy(self) -> Program:
         """An independent copy: new graph and plan, shared fake values and constant tensors."""

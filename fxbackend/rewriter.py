@@ -152,12 +152,13 @@ class Rewriter:
         self.edits += 1
 
     def turn_experts(self, node: fx.Node, transpose: bool, halves: bool) -> None:
-        """Turns the slot of all experts that `node` reads: `[E, a, b]` becomes `[E, b, a]`, then its halves are parted."""
+        """Turns the slot of all experts that `node` reads: `[E, a, b]` becomes `[E, b, a]`; then its halves part."""
         slot = self.weights.slots[str(node.target)]
         (piece,) = slot.pieces
         shape = (slot.shape[0], slot.shape[2], slot.shape[1]) if transpose else slot.shape
-        turned = self.weights.replace(slot.name, shape=shape,
-                                      pieces=(dataclasses.replace(piece, transpose=transpose, halves=halves),))
+        turned = self.weights.replace(
+            slot.name, shape=shape, pieces=(dataclasses.replace(piece, transpose=transpose, halves=halves),)
+        )
         with self.program.fake_mode:
             node.meta["val"] = torch.empty(turned.shape, dtype=slot.dtype, device=self._device())
         self.edits += 1

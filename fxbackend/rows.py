@@ -1,8 +1,8 @@
 """The proof that rows are independent: only attention moves information between tokens.
 
-An engine lays many sequences one behind the other in one row, so a value that mixes tokens, or depends on a token's place
-in the row, would be silently wrong. The proof follows the token dimension of every value through rules per op. An op
-without a rule that touches the token dimension is refused by name.
+An engine lays many sequences one behind the other in one row, so a value that mixes tokens, or depends on a token's
+place in the row, would be silently wrong. The proof follows the token dimension of every value through rules per op. An
+op without a rule that touches the token dimension is refused by name.
 """
 
 from __future__ import annotations
@@ -24,20 +24,72 @@ Rule = Callable[[fx.Node], "str | None"]
 
 # Their values depend on where a token stands in the row.
 _PLACES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_CREATE = (aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default,
-           aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
-           aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.lift_fresh_copy.default)
-_ALONG_DIMS = (aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.softmax.int,
-               aten._softmax.default, aten.log_softmax.int, aten.cumsum.default, aten.var.correction, aten.var.dim,
-               aten.slice.Tensor, aten.squeeze.dim, aten.topk.default, aten.argmax.default, aten.max.dim, aten.min.dim,
-               aten.logsumexp.default, aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default, aten.sort.default,
-               aten.flip.default, aten.select.int, aten.glu.default, aten.prod.dim_int)
-_PER_TOKEN = (dialect.embedding.default, dialect.linear.default, dialect.qkv.default, dialect.glu.default,
-              dialect.rms_norm.default, dialect.add_rms_norm.default, dialect.lm_head.default, dialect.all_reduce.default,
-              dialect.stage_cut.default, dialect.rope.default, dialect.rope_qk.default, dialect.attention.default,
-              aten.layer_norm.default, aten.unsqueeze.default, aten.to.dtype, operator.getitem, aten.linear.default,
-              aten.native_layer_norm.default, aten.rms_norm.default, aten.polar.default, aten.view_as_complex.default,
-              aten.view_as_real.default)
+_CREATE = (
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.empty.memory_format,
+    aten.scalar_tensor.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+    aten.lift_fresh_copy.default,
+)
+_ALONG_DIMS = (
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+    aten.amax.default,
+    aten.amin.default,
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.log_softmax.int,
+    aten.cumsum.default,
+    aten.var.correction,
+    aten.var.dim,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.topk.default,
+    aten.argmax.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.logsumexp.default,
+    aten.norm.ScalarOpt_dim,
+    aten.linalg_vector_norm.default,
+    aten.sort.default,
+    aten.flip.default,
+    aten.select.int,
+    aten.glu.default,
+    aten.prod.dim_int,
+)
+_PER_TOKEN = (
+    dialect.embedding.default,
+    dialect.linear.default,
+    dialect.qkv.default,
+    dialect.glu.default,
+    dialect.rms_norm.default,
+    dialect.add_rms_norm.default,
+    dialect.lm_head.default,
+    dialect.all_reduce.default,
+    dialect.stage_cut.default,
+    dialect.rope.default,
+    dialect.rope_qk.default,
+    dialect.attention.default,
+    aten.layer_norm.default,
+    aten.unsqueeze.default,
+    aten.to.dtype,
+    operator.getitem,
+    aten.linear.default,
+    aten.native_layer_norm.default,
+    aten.rms_norm.default,
+    aten.polar.default,
+    aten.view_as_complex.default,
+    aten.view_as_real.default,
+)
 
 
 def check_rows(program: Program) -> None:
@@ -55,8 +107,8 @@ def check_rows(program: Program) -> None:
         reason = _wrong_shape(node, str(tokens)) or _mixes(node)
         if reason is not None:
             raise UnsupportedModelError(
-                f"{node_text(node)} in {module_of(node) or 'no module'}: {reason}. A batch is many sequences in one row, "
-                "so this would mix them or depend on a token's place in the batch."
+                f"{node_text(node)} in {module_of(node) or 'no module'}: {reason}. A batch is many sequences in one "
+                "row, so this would mix them or depend on a token's place in the batch."
             )
 
 
@@ -156,11 +208,19 @@ def _cat(node: fx.Node) -> str | None:
     items = node.args[0]
     if any(token_dim(item) == dim for item in items):  # type: ignore[union-attr]
         return "it joins along the token dimension"
-    return "its operands have their tokens in different dimensions" if len({token_dim(i) for i in items} - {None}) > 1 else None  # type: ignore[union-attr]
+    return (
+        "its operands have their tokens in different dimensions"
+        if len({token_dim(i) for i in items} - {None}) > 1
+        else None
+    )  # type: ignore[union-attr]
 
 
 def _stack(node: fx.Node) -> str | None:
-    return "its operands have their tokens in different dimensions" if len({token_dim(i) for i in node.args[0]}) > 1 else None  # type: ignore[union-attr]
+    return (
+        "its operands have their tokens in different dimensions"
+        if len({token_dim(i) for i in node.args[0]}) > 1
+        else None
+    )  # type: ignore[union-attr]
 
 
 def _addmm(node: fx.Node) -> str | None:
@@ -236,17 +296,35 @@ def _scatter(node: fx.Node) -> str | None:
     if where is None or where == int(dim) % rank:  # type: ignore[arg-type]
         return "it writes along the tokens"
     tensors = [other for other in others if isinstance(other, fx.Node) and _values(other)]
-    return None if all(token_dim(other) in (where, None) for other in tensors) and token_dim(tensors[0]) == where else (
-        "its operands have their tokens in different dimensions")
+    return (
+        None
+        if all(token_dim(other) in (where, None) for other in tensors) and token_dim(tensors[0]) == where
+        else ("its operands have their tokens in different dimensions")
+    )
 
 
 _RULES: dict[object, Rule] = {
     dialect.moe.default: _moe,
-    aten.scatter.value: _scatter, aten.scatter.src: _scatter, aten.scatter_add.default: _scatter,
-    aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.permute.default: _transpose,
-    aten.expand.default: _transpose, aten.expand_as.default: _transpose,
-    aten.broadcast_to.default: _transpose, aten.cat.default: _cat, aten.stack.default: _stack, aten.matmul.default: _matmul,
-    aten.bmm.default: _matmul, aten.mm.default: _matmul, aten.addmm.default: _addmm, aten.embedding.default: _lookup,
-    aten.index.Tensor: _index, aten.index_select.default: _lookup, aten.gather.default: _gather,
-    aten.repeat.default: _repeat, aten.repeat_interleave.self_int: _repeat_interleave, aten.one_hot.default: _transpose,
+    aten.scatter.value: _scatter,
+    aten.scatter.src: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.reshape.default: _reshape,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _transpose,
+    aten.expand.default: _transpose,
+    aten.expand_as.default: _transpose,
+    aten.broadcast_to.default: _transpose,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.matmul.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.addmm.default: _addmm,
+    aten.embedding.default: _lookup,
+    aten.index.Tensor: _index,
+    aten.index_select.default: _lookup,
+    aten.gather.default: _gather,
+    aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.one_hot.default: _transpose,
 }

@@ -22,8 +22,14 @@ dialect = torch.ops.fxbackend
 
 # What belongs to the model and not to its graph: the tokenizer, and how to sample.
 _TOKENIZER = ("tokenizer*", "vocab.*", "spiece.model", "*.tiktoken")
-_COMPANIONS = (*_TOKENIZER, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template*",
-               "generation_config.json")
+_COMPANIONS = (
+    *_TOKENIZER,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
 _FROM_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
 
@@ -45,8 +51,10 @@ def read_config(directory: Path) -> dict[str, object]:
     """
     data = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if data.get("model_type") != MODEL_TYPE:
-        raise InputError(f"{directory} holds a {PROGRAM_FILE} and a config.json of model type "
-                         f"{data.get('model_type')!r}: save the program into a directory of its own.")
+        raise InputError(
+            f"{directory} holds a {PROGRAM_FILE} and a config.json of model type "
+            f"{data.get('model_type')!r}: save the program into a directory of its own."
+        )
     return data
 
 
@@ -59,8 +67,10 @@ def config_data(program: Program, source: Mapping[str, object]) -> dict[str, obj
     facts = program.facts
     attentions = program.calls(dialect.attention.default)
     if not attentions:
-        raise InputError(f"the program is {facts.architecture} at stage {program.stage.name} without an attention op: "
-                         "to save it, convert with the default pipeline or one that goes on from it.")
+        raise InputError(
+            f"the program is {facts.architecture} at stage {program.stage.name} without an attention op: "
+            "to save it, convert with the default pipeline or one that goes on from it."
+        )
     queries = [shape_of(node.args[0]) for node in attentions]  # type: ignore[arg-type]
     keys = [shape_of(node.args[1]) for node in attentions]  # type: ignore[arg-type]
     text = source.get("text_config") if isinstance(source.get("text_config"), dict) else source
@@ -86,8 +96,14 @@ def _width(program: Program) -> int:
     return int(shape_of(heads[-1].args[0])[-1])  # type: ignore[arg-type]
 
 
-def write(directory: Path, program: Program, config: Mapping[str, object], state: Mapping[str, torch.Tensor],
-          companions: Path | None, generation: Mapping[str, object] | None) -> None:
+def write(
+    directory: Path,
+    program: Program,
+    config: Mapping[str, object],
+    state: Mapping[str, torch.Tensor],
+    companions: Path | None,
+    generation: Mapping[str, object] | None,
+) -> None:
     """Writes a saved program into an empty or new directory.
 
     Args:

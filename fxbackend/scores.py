@@ -87,8 +87,10 @@ def _window(seen: torch.Tensor, length: int) -> int:
     expected = (age >= 0) & (age < window)
     if not torch.equal(seen[0], expected):
         row = int((seen[0] != expected).any(1).nonzero()[0])
-        raise UnknownScores(f"row {row} of {length} sees tokens {seen[0, row].nonzero().flatten().tolist()[:12]}, which is "
-                            f"neither causal nor a causal window of {window}")
+        raise UnknownScores(
+            f"row {row} of {length} sees tokens {seen[0, row].nonzero().flatten().tolist()[:12]}, which is "
+            f"neither causal nor a causal window of {window}"
+        )
     return 0 if window == length else window
 
 
@@ -116,8 +118,13 @@ def _alibi(zero: torch.Tensor, seen: torch.Tensor, length: int) -> tuple[float, 
     age = (torch.arange(length) - torch.arange(length).unsqueeze(1)).float()
     if bool((bias[:, seen].abs() < 1e-6).all()):
         return None
-    slopes = ((bias * age)[:, seen].sum(1) / (age * age)[seen].sum())
-    if not torch.allclose(bias[:, seen], (slopes[:, None, None] * age)[:, seen], rtol=1e-3, atol=1e-5 + 1e-6 * float(bias[:, seen].abs().max())):
+    slopes = (bias * age)[:, seen].sum(1) / (age * age)[seen].sum()
+    if not torch.allclose(
+        bias[:, seen],
+        (slopes[:, None, None] * age)[:, seen],
+        rtol=1e-3,
+        atol=1e-5 + 1e-6 * float(bias[:, seen].abs().max()),
+    ):
         raise UnknownScores("what is added to the scores is no ALiBi slope per head")
     return tuple(_tidy(float(slope)) for slope in slopes)
 
@@ -204,7 +211,7 @@ def _lengths(region: list[fx.Node], longest: int, heads: int) -> list[int]:
     numbers |= {size for node in region if node.op == "get_attr" for size in shape_of(node) if isinstance(size, int)}
     if beyond := sorted(c for c in numbers if possible + 1 < c < 2**31 and possible + 1 < longest):
         raise UnknownScores(
-            f"the numbers {beyond} in the score function lie beyond rows of {possible} tokens, the longest that are tried"
+            f"the numbers {beyond} in the score function lie beyond rows of {possible} tokens, the longest tried"
         )
     integers = {c for c in numbers if 2 < c < possible}
     longest = possible

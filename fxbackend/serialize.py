@@ -31,8 +31,25 @@ PROGRAM_FILE = "program.json"
 CONSTANTS_FILE = "constants.safetensors"
 
 _NAMESPACES = ("aten", "fxbackend", "prims")
-_OPERATORS = ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "eq", "ne", "lt", "le", "gt",
-              "ge", "and_", "or_")
+_OPERATORS = (
+    "getitem",
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "truediv",
+    "mod",
+    "neg",
+    "pow",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and_",
+    "or_",
+)
 _FUNCTIONS = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS},
     **{f"torch.{name}": getattr(torch, name) for name in ("sym_int", "sym_float", "sym_max", "sym_min", "sym_not")},
@@ -56,7 +73,7 @@ def to_text(program: Program) -> str:
     }
     head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key != "nodes")
     nodes = ",\n".join(f"  {json.dumps(node)}" for node in data["nodes"])  # type: ignore[attr-defined]
-    return f"{{\n{head},\n \"nodes\": [\n{nodes}\n ]\n}}\n"
+    return f'{{\n{head},\n "nodes": [\n{nodes}\n ]\n}}\n'
 
 
 def from_text(text: str, constants: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> Program:
@@ -76,8 +93,10 @@ def from_text(text: str, constants: Mapping[str, torch.Tensor], device: torch.de
         raise InputError(f"the saved program is no JSON ({error}): convert the model and save it anew.") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
-        raise InputError(f"the saved program has format {found!r}, and this version of fxbackend reads format "
-                         f"{FORMAT}: convert the model again and save it with this version.")
+        raise InputError(
+            f"the saved program has format {found!r}, and this version of fxbackend reads format "
+            f"{FORMAT}: convert the model again and save it with this version."
+        )
     facts = Facts(**{**data["facts"], "dtype": _dtype(data["facts"]["dtype"]), "notes": tuple(data["facts"]["notes"])})
     plan = _plan(data["weights"], constants)
     loader = _Loader(plan, facts, torch.device(device))
@@ -119,8 +138,15 @@ def program_hash(program: Program) -> str:
     """
     plan = program.weights
     layout = [(slot.name, slot.shape, _dtype_name(slot.dtype), str(slot.shard)) for slot in plan]
-    parts = [str(FORMAT), program.stage.name, str(program.facts), program_text(program), str(plan), str(layout),
-             str(sorted(plan.aliases.items()))]
+    parts = [
+        str(FORMAT),
+        program.stage.name,
+        str(program.facts),
+        program_text(program),
+        str(plan),
+        str(layout),
+        str(sorted(plan.aliases.items())),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -188,11 +214,18 @@ class _Loader:
             return slice(*(self._argument(each) for each in inner))
         if kind == "device":
             return self.device if inner is None else torch.device(inner)
-        simple = {"dtype": _dtype, "float": float, "complex": lambda pair: complex(*pair),
-                  "torch": lambda name: getattr(torch, name), "ellipsis": lambda _: ...}
+        simple = {
+            "dtype": _dtype,
+            "float": float,
+            "complex": lambda pair: complex(*pair),
+            "torch": lambda name: getattr(torch, name),
+            "ellipsis": lambda _: ...,
+        }
         if kind not in simple:
-            raise InputError(f"the saved program holds a value of kind {kind!r}, which this version does not know: "
-                             "save it again with this version.")
+            raise InputError(
+                f"the saved program holds a value of kind {kind!r}, which this version does not know: "
+                "save it again with this version."
+            )
         return simple[kind](inner)  # type: ignore[operator]
 
 
@@ -218,8 +251,10 @@ def _target_name(node: fx.Node) -> str:
         return f"{target.namespace}.{target._opname}.{target._overloadname}"
     if target in _FUNCTION_NAMES:
         return _FUNCTION_NAMES[target]
-    raise InputError(f"{node.name} calls {target}, which the text form of a program has no name for: save the program "
-                     "at an earlier stage.")
+    raise InputError(
+        f"{node.name} calls {target}, which the text form of a program has no name for: save the program "
+        "at an earlier stage."
+    )
 
 
 def _target(name: str) -> object:
@@ -232,8 +267,10 @@ def _target(name: str) -> object:
             raise AttributeError(name)
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)
     except (AttributeError, RuntimeError) as error:
-        raise InputError(f"the saved program calls {name!r}, which this version of fxbackend does not know: convert "
-                         "the model again and save it with this version.") from error
+        raise InputError(
+            f"the saved program calls {name!r}, which this version of fxbackend does not know: convert "
+            "the model again and save it with this version."
+        ) from error
 
 
 def _argument_data(value: object, device: torch.device) -> object:
@@ -287,13 +324,24 @@ def _plan(data: dict[str, object], constants: Mapping[str, torch.Tensor]) -> Wei
         raise InputError(f"{CONSTANTS_FILE} holds no {missing}, which the saved program reads: save the program again.")
     plan = WeightPlan(aliases=dict(data["aliases"]), ignored=dict(data["ignored"]))  # type: ignore[call-overload]
     for row in data["slots"]:  # type: ignore[attr-defined]
-        pieces = tuple(Piece(each["source"], each["narrow"] and tuple(each["narrow"]), each["transpose"],
-                             each["halves"])
-                       for each in row["pieces"])
+        pieces = tuple(
+            Piece(each["source"], each["narrow"] and tuple(each["narrow"]), each["transpose"], each["halves"])
+            for each in row["pieces"]
+        )
         split = row["shard"]
         shard = split and Shard(split["dim"], tuple(split["sections"]), tuple(split["replicate"]), split["first"])
-        plan.add(Slot(row["name"], tuple(row["shape"]), _dtype(row["dtype"]), pieces, tuple(row["sections"]), shard,
-                      row["parameter"], row["folded"]))
+        plan.add(
+            Slot(
+                row["name"],
+                tuple(row["shape"]),
+                _dtype(row["dtype"]),
+                pieces,
+                tuple(row["sections"]),
+                shard,
+                row["parameter"],
+                row["folded"],
+            )
+        )
     plan.constants = {name: constants[name] for name in names}  # type: ignore[attr-defined]
     return plan
 

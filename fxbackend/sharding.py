@@ -78,7 +78,9 @@ def _reshape(node: fx.Node, demand: Demand, _world: int) -> Pairs:
 
     places = [dim for dim, size in enumerate(before) if size != 1 and front(before, dim) == front(after, demand.dim)]
     if not places or demand.sections > 1:
-        raise cannot(node, f"the split dimension {demand.dim} of {list(after)} is no leading part of one of {list(before)}")
+        raise cannot(
+            node, f"the split dimension {demand.dim} of {list(after)} is no leading part of one of {list(before)}"
+        )
     outer, inner = sorted((int(before[places[0]]), int(after[demand.dim])), reverse=True)
     if outer % inner:
         raise cannot(node, f"{list(before)} is viewed as {list(after)} across the borders of the split parts")
@@ -162,12 +164,23 @@ def _attention(node: fx.Node, demand: Demand, world: int) -> Pairs:
 
 
 RULES: dict[object, Rule] = {
-    aten.reshape.default: _reshape, aten.transpose.int: _transpose, aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.dim: _squeeze, aten.slice.Tensor: _over_dims, aten.cat.default: _over_dims,
-    aten.softmax.int: _over_dims, aten.mean.dim: _over_dims, aten.sum.dim_IntList: _over_dims,
-    aten.amax.default: _over_dims, aten.to.dtype: _pointwise, aten.layer_norm.default: _norm,
-    dialect.rms_norm.default: _norm, dialect.glu.default: _glu, dialect.rope.default: _rope,
-    operator.getitem: _getitem, dialect.attention.default: _attention,
+    aten.reshape.default: _reshape,
+    aten.transpose.int: _transpose,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze,
+    aten.slice.Tensor: _over_dims,
+    aten.cat.default: _over_dims,
+    aten.softmax.int: _over_dims,
+    aten.mean.dim: _over_dims,
+    aten.sum.dim_IntList: _over_dims,
+    aten.amax.default: _over_dims,
+    aten.to.dtype: _pointwise,
+    aten.layer_norm.default: _norm,
+    dialect.rms_norm.default: _norm,
+    dialect.glu.default: _glu,
+    dialect.rope.default: _rope,
+    operator.getitem: _getitem,
+    dialect.attention.default: _attention,
 }
 
 

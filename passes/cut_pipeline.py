@@ -1,4 +1,4 @@
-"""`h = stage_cut(h)` where the fewest values are alive between the last attention of one stage and the first of the next.
+"""`h = stage_cut(h)` where the fewest values live between the last attention of a stage and the first of the next.
 
 Before and after, between layers 1 and 2 of a Llama:
 
@@ -6,8 +6,8 @@ Before and after, between layers 1 and 2 of a Llama:
                                                         y' = fxbackend.stage_cut(y, 0); s' = fxbackend.stage_cut(s, 0)
     q, k, v = fxbackend.qkv(y, ...)                     q, k, v = fxbackend.qkv(y', ...)
 
-Values that follow from positions alone are computed again in each stage that needs them. The place is found by liveness,
-whatever the module tree looks like; of equally narrow places the last is taken.
+Values that follow from positions alone are computed again in each stage that needs them. The place is found by
+liveness, whatever the module tree looks like; of equally narrow places the last is taken.
 
 Raises: no place between two layers where all live values are one row per token.
 """
@@ -47,8 +47,10 @@ class CutPipeline(Pass):
             return
         attentions = rw.program.calls(dialect.attention.default)
         if sum(self.layers) != len(attentions) or min(self.layers) < 1:
-            raise PipelineError(f"pipeline stages of {self.layers} layers do not hold the {len(attentions)} attentions of "
-                                "this model, at least one each.")
+            raise PipelineError(
+                f"pipeline stages of {self.layers} layers do not hold the {len(attentions)} attentions of "
+                "this model, at least one each."
+            )
         start = 0
         for index, count in enumerate(self.layers[:-1]):
             start += count
@@ -57,7 +59,7 @@ class CutPipeline(Pass):
 
 
 def _cut(rw: Rewriter, index: int, last: fx.Node, first: fx.Node) -> None:
-    moving = _input_dependent(rw)
+    moving = rw.program.made_of_ids()
     nodes = list(rw.graph.nodes)
     order = {node: place for place, node in enumerate(nodes)}
     final = {node: max(order[user] for user in node.users) for node in moving if node.users}
@@ -68,24 +70,16 @@ def _cut(rw: Rewriter, index: int, last: fx.Node, first: fx.Node) -> None:
         if width is not None and (best is None or width <= best[0]):
             best = (width, place, live)
     if best is None:
-        raise UnsupportedModelError(f"between {last.name} ({last.meta['module']}) and {first.name} "
-                                    f"({first.meta['module']}) there is no place to cut a pipeline: at each, a value that "
-                                    "is not one row per token is alive.")
-    _width_, place, live = best
+        raise UnsupportedModelError(
+            f"between {last.name} ({last.meta['module']}) and {first.name} "
+            f"({first.meta['module']}) there is no place to cut a pipeline: at each, a value that "
+            "is not one row per token is alive."
+        )
+    _, place, live = best
     following = nodes[place + 1]
     for node in sorted(live):  # type: ignore[type-var]
         with rw.at(following, origin=node):
             rw.reroute_after(node, rw.call(dialect.stage_cut.default, node, index))
-
-
-def _input_dependent(rw: Rewriter) -> set[fx.Node]:
-    """Values that hold something of the input ids (not of their number)."""
-    found = {rw.program.inputs()["input_ids"]}
-    for node in rw.graph.nodes:
-        if node.op == "call_function" and node.target is not torch.ops.aten.sym_size.int:
-            if any(arg in found for arg in node.all_input_nodes):
-                found.add(node)
-    return {node for node in found if node.op == "call_function"}
 
 
 def _width(live: list[fx.Node]) -> int | None:

@@ -7,8 +7,9 @@ Before and after:
     c = aten.cumsum(aten.ne(input_ids, 1), 0)   c = aten.add(positions, 1)
     d = aten.slice(zeros_1_512, 1, 0, tokens)   d = aten.full([1, tokens], 0)
 
-Such a value is evaluated at several lengths, never matched: `arange`, a running sum of a mask of ones, and any arithmetic
-on them. A count that skips padding (RoBERTa) is evaluated on ids that are no padding: an engine's batch holds none. A batch of an engine is many sequences in one row, and counting that row would be wrong for all but the first.
+Such a value is evaluated at several lengths, never matched: `arange`, a running sum of a mask of ones, and any
+arithmetic on them. A count that skips padding (RoBERTa) is evaluated on ids that are no padding: an engine's batch
+holds none. That batch is many sequences in one row, and counting the row would be wrong for all but the first.
 
 Refuses: a value of the number of tokens that does not count them. The proof of row independence names what is left.
 """
@@ -103,7 +104,11 @@ def _is_row(node: fx.Node) -> bool:
     if not isinstance(node.meta["val"], torch.Tensor):
         return False
     shape = shape_of(node)
-    return bool(shape) and isinstance(shape[-1], torch.SymInt) and all(isinstance(size, int) and size == 1 for size in shape[:-1])
+    return (
+        bool(shape)
+        and isinstance(shape[-1], torch.SymInt)
+        and all(isinstance(size, int) and size == 1 for size in shape[:-1])
+    )
 
 
 def _constant(node: fx.Node, values: list[dict[fx.Node, object]]) -> float | bool | None:

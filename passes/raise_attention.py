@@ -43,7 +43,7 @@ class RaiseAttention(Pass):
 
     def run(self, rw: Rewriter) -> None:
         """One attention per softmax with a product in front and behind."""
-        hidden = _holding_hidden_states(rw)
+        hidden = rw.program.made_of_ids()
         known: dict[object, Scores] = {}
         for softmax in rw.program.calls(*_SOFTMAX):
             try:
@@ -60,15 +60,6 @@ class RaiseAttention(Pass):
             rw.matched()
 
 
-def _holding_hidden_states(rw: Rewriter) -> set[fx.Node]:
-    found = {rw.program.inputs()["input_ids"]}
-    for node in rw.graph.nodes:
-        if node.op == "call_function" and node.target is not aten.sym_size.int and any(
-                arg in found for arg in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def _back(softmax: fx.Node, hidden: set[fx.Node]) -> fx.Node | None:
     """The product of queries and keys; None when there is none (a router's softmax)."""
     node, user = softmax.args[0], softmax
@@ -82,8 +73,10 @@ def _back(softmax: fx.Node, hidden: set[fx.Node]) -> fx.Node | None:
         if len(behind) > 1:
             raise Refuse(f"{node.name} adds two values of the hidden states to one score: {[b.name for b in behind]}")  # type: ignore[union-attr]
         if len(node.users) > 1:  # type: ignore[union-attr]
-            raise Refuse(f"the scores {node.name} are read elsewhere as well, by "  # type: ignore[union-attr]
-                         f"{[each.name for each in node.users if each is not user]}")  # type: ignore[union-attr]
+            raise Refuse(
+                f"the scores {node.name} are read elsewhere as well, by "  # type: ignore[union-attr]
+                f"{[each.name for each in node.users if each is not user]}"
+            )  # type: ignore[union-attr]
         node, user = behind[0], node  # type: ignore[assignment]
     shape = shape_of(node)  # type: ignore[arg-type]
     if len(shape) < 3 or not all(isinstance(size, torch.SymInt) for size in shape[-2:]):

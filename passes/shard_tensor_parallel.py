@@ -9,7 +9,7 @@ Before and after, on one of two ranks:
 For every linear the pass walks back from its input, asking each op what must be split for its own result to be split,
 until it arrives at projections: those become column parallel, the linear becomes row parallel, and the block costs one
 reduction. A bias of the row side is added once, after it. The vocabulary ops (`embedding`, `lm_head`) are whole by
-definition; a target splits them inside. A norm over the full width of q or k (Olmo2) gets its statistics reduced as well.
+definition; a target splits them inside. A norm over the full width of q or k (Olmo2) gets its statistics reduced.
 
 Experts are split like a gated unit: each rank holds a slice of the inner width of every expert, and the results are
 summed. The bias of their second projection is zeros on all ranks but the first. The router stays whole.

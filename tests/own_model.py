@@ -17,8 +17,16 @@ class OwnConfig(PretrainedConfig):
 
     model_type = "own_model"
 
-    def __init__(self, trick: str = "", vocab_size: int = 97, hidden_size: int = 48, num_hidden_layers: int = 2,
-                 num_attention_heads: int = 4, max_position_embeddings: int = 40, **more: object):
+    def __init__(
+        self,
+        trick: str = "",
+        vocab_size: int = 97,
+        hidden_size: int = 48,
+        num_hidden_layers: int = 2,
+        num_attention_heads: int = 4,
+        max_position_embeddings: int = 40,
+        **more: object,
+    ):
         self.trick = trick
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -28,8 +36,16 @@ class OwnConfig(PretrainedConfig):
         super().__init__(**more)
 
 
-def eager(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-          scaling: float, s_aux: torch.Tensor | None = None, **_more: object) -> tuple[torch.Tensor, None]:
+def eager(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    s_aux: torch.Tensor | None = None,
+    **_more: object,
+) -> tuple[torch.Tensor, None]:
     """Attention with a column of sinks, as GPT-OSS has it."""
     scores = q @ k.transpose(2, 3) * scaling
     if mask is not None:
@@ -51,8 +67,9 @@ class OwnAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(self.heads)) if config.trick == "sinks" else None
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        q, k, v = (part.view(*x.shape[:2], self.heads, self.width).transpose(1, 2)
-                   for part in self.in_proj(x).chunk(3, -1))
+        q, k, v = (
+            part.view(*x.shape[:2], self.heads, self.width).transpose(1, 2) for part in self.in_proj(x).chunk(3, -1)
+        )
         more: dict[str, object] = {}
         if self.config.trick == "sinks":
             more["s_aux"] = self.sinks
@@ -61,7 +78,8 @@ class OwnAttention(nn.Module):
         if self.config.trick == "bidirectional":
             more["is_causal"] = False
         attend: Callable[..., tuple[torch.Tensor, object]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager)
+            self.config._attn_implementation, eager
+        )
         out, _ = attend(self, q, k, v, mask, scaling=0.3, **more)
         return self.out_proj(out.reshape(*x.shape[:2], -1))
 
@@ -98,8 +116,13 @@ class OwnForCausalLM(PreTrainedModel):
         self.head = nn.Linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None,
-                attention_mask: torch.Tensor | None = None, **_more: object) -> CausalLMOutput:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **_more: object,
+    ) -> CausalLMOutput:
         trick = self.config.trick
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
@@ -110,8 +133,13 @@ class OwnForCausalLM(PreTrainedModel):
             x = x * 2
         if trick == "host":
             x = x * float(x.abs().max().item())
-        mask = create_causal_mask(config=self.config, inputs_embeds=x, attention_mask=attention_mask,
-                                  past_key_values=None, position_ids=position_ids)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=attention_mask,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
         for block in self.blocks:
             x = block(x, mask)
         if self.extra is not None:

@@ -72,8 +72,11 @@ def test_a_quantised_model(tmp_path: Path) -> None:
 
 
 def test_a_config_without_a_causal_model() -> None:
-    refuses(UnsupportedModelError, "'clip_text_model' has no causal language model.*the loaded model itself",
-            CLIPTextConfig())
+    refuses(
+        UnsupportedModelError,
+        "'clip_text_model' has no causal language model.*the loaded model itself",
+        CLIPTextConfig(),
+    )
 
 
 def test_remote_code_without_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +104,12 @@ def test_missing_and_unexpected_tensors_in_one_message(tmp_path: Path) -> None:
     tensors["model.layers.0.surplus.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
     tensors["model.norm.bias"] = torch.zeros(4)
     save_file(tensors, tmp_path / "model.safetensors")
-    refuses(WeightError, "Missing: model.layers.1.mlp.up_proj.weight. Unexpected: model.layers.0.surplus.weight, "
-            "model.norm.bias. Check that config.json and the weight files belong together", tmp_path)
+    refuses(
+        WeightError,
+        "Missing: model.layers.1.mlp.up_proj.weight. Unexpected: model.layers.0.surplus.weight, "
+        "model.norm.bias. Check that config.json and the weight files belong together",
+        tmp_path,
+    )
 
 
 def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
@@ -212,26 +219,32 @@ def masked(*columns: int) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    ({"attention_mask": masked(2)}, "hole in row 1: the tokens of a row must be contiguous"),
-    ({"attention_mask": masked(0, 5, 2)}, "hole in row 1"),
-    ({"attention_mask": MASK[:, None, None, :]}, "mask of pairs of tokens cannot be unpadded"),
-    ({"attention_mask": masked(0, 1, 2, 3, 4, 5)}, "hides every token of a row: leave that row out"),
-    ({"attention_mask": MASK * 2}, "values other than 0"),
-    ({"attention_mask": MASK * -1e9}, "values other than 0"),
-    ({"attention_mask": MASK[:, :4]}, r"attention_mask has the shape \[2, 4\], and input_ids \[2, 6\]"),
-    ({"position_ids": MASK[:, :4]}, r"position_ids has the shape \[2, 4\], and input_ids \[2, 6\]"),
-    ({"position_ids": MASK.float()}, "position_ids is a torch.float32: give a tensor of integers"),
-    ({"position_ids": MASK.cumsum(1) + 12}, r"position_ids holds 16, outside of max_model_len \(0 to 15\)"),
-    ({"position_ids": MASK.cumsum(1) - 2}, "position_ids holds -1"),
-    ({"input_ids": torch.zeros(1, 17, dtype=torch.long)}, "17 tokens is longer than max_model_len=16.*a larger max"),
-    ({"input_ids": IDS.float()}, "input_ids is a torch.float32: give a tensor of integers"),
-    ({"input_ids": [[1, 2]]}, "input_ids is a list: give a tensor of integers"),
-    ({"input_ids": IDS[None]}, r"input_ids has the shape \[1, 2, 6\]: give \[batch, tokens\]"),
-    ({"input_ids": IDS[:, :0]}, r"with tokens"),
-    ({"input_ids": IDS + 199}, r"outside of the vocabulary \(0 to 198\)"),
-    ({"input_ids": IDS - 100}, "outside of the vocabulary"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"attention_mask": masked(2)}, "hole in row 1: the tokens of a row must be contiguous"),
+        ({"attention_mask": masked(0, 5, 2)}, "hole in row 1"),
+        ({"attention_mask": MASK[:, None, None, :]}, "mask of pairs of tokens cannot be unpadded"),
+        ({"attention_mask": masked(0, 1, 2, 3, 4, 5)}, "hides every token of a row: leave that row out"),
+        ({"attention_mask": MASK * 2}, "values other than 0"),
+        ({"attention_mask": MASK * -1e9}, "values other than 0"),
+        ({"attention_mask": MASK[:, :4]}, r"attention_mask has the shape \[2, 4\], and input_ids \[2, 6\]"),
+        ({"position_ids": MASK[:, :4]}, r"position_ids has the shape \[2, 4\], and input_ids \[2, 6\]"),
+        ({"position_ids": MASK.float()}, "position_ids is a torch.float32: give a tensor of integers"),
+        ({"position_ids": MASK.cumsum(1) + 12}, r"position_ids holds 16, outside of max_model_len \(0 to 15\)"),
+        ({"position_ids": MASK.cumsum(1) - 2}, "position_ids holds -1"),
+        (
+            {"input_ids": torch.zeros(1, 17, dtype=torch.long)},
+            "17 tokens is longer than max_model_len=16.*a larger max",
+        ),
+        ({"input_ids": IDS.float()}, "input_ids is a torch.float32: give a tensor of integers"),
+        ({"input_ids": [[1, 2]]}, "input_ids is a list: give a tensor of integers"),
+        ({"input_ids": IDS[None]}, r"input_ids has the shape \[1, 2, 6\]: give \[batch, tokens\]"),
+        ({"input_ids": IDS[:, :0]}, r"with tokens"),
+        ({"input_ids": IDS + 199}, r"outside of the vocabulary \(0 to 198\)"),
+        ({"input_ids": IDS - 100}, "outside of the vocabulary"),
+    ],
+)
 def test_arguments_of_a_call(converted: Converted, arguments: dict[str, torch.Tensor], says: str) -> None:
     with pytest.raises(InputError, match=says):
         converted(**{"input_ids": IDS, **arguments})
@@ -244,7 +257,6 @@ def test_padding_may_hold_anything(converted: Converted) -> None:
 
 
 def test_the_reference_target_runs_whole_programs(converted: Converted) -> None:
-    rank = dataclasses.replace(converted.program,
-                               facts=dataclasses.replace(converted.program.facts, world_size=2))
+    rank = dataclasses.replace(converted.program, facts=dataclasses.replace(converted.program.facts, world_size=2))
     with pytest.raises(FxBackendError, match="one of 2 ranks"):
         ReferenceModel(rank, converted.state or {})

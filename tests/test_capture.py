@@ -35,7 +35,9 @@ def test_nodes_know_their_modules() -> None:
     assert linears[:4] == [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
     assert linears[-1] == "lm_head"
     assert {module_of(node) for node in program.calls(torch.ops.fxbackend.hf_attention.default)} == {
-        "model.layers.0.self_attn", "model.layers.1.self_attn"}
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    }
     assert all(node.meta.get("val") is not None for node in calls if target_text(node.target).startswith("aten"))
 
 
@@ -66,8 +68,13 @@ def test_capture_leaves_no_trace() -> None:
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
 }
 
 
@@ -81,9 +88,13 @@ def test_ropes_equal_transformers(rope: str) -> None:
 
 
 def longrope() -> dict[str, object]:
-    return {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 32,
-            "short_factor": [1.0 + 0.1 * i for i in range(FREQUENCIES)],
-            "long_factor": [2.0 + i for i in range(FREQUENCIES)]}
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0 + 0.1 * i for i in range(FREQUENCIES)],
+        "long_factor": [2.0 + i for i in range(FREQUENCIES)],
+    }
 
 
 @pytest.mark.parametrize(("max_model_len", "length"), [(64, 33), (64, 64), (32, 5), (32, 32)])
@@ -116,13 +127,16 @@ def test_sinks_are_an_operand_of_the_attention() -> None:
     torch.testing.assert_close(converted(ids), model(ids).logits, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("trick", "says"), [
-    ("branch", "branches on the number of tokens: .* > 20"),
-    ("fixed", r"fixes the number of tokens: .*must match.*own_model.py:\d+"),
-    ("host", r"reads the value of a tensor on the host.*own_model.py:\d+"),
-    ("keyword", "'temperature' .* which fxbackend does not map"),
-    ("bidirectional", "not causal"),
-])
+@pytest.mark.parametrize(
+    ("trick", "says"),
+    [
+        ("branch", "branches on the number of tokens: .* > 20"),
+        ("fixed", r"fixes the number of tokens: .*must match.*own_model.py:\d+"),
+        ("host", r"reads the value of a tensor on the host.*own_model.py:\d+"),
+        ("keyword", "'temperature' .* which fxbackend does not map"),
+        ("bidirectional", "not causal"),
+    ],
+)
 def test_nothing_is_specialised_or_dropped_in_silence(trick: str, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         fxbackend.convert(own_model(trick))

@@ -78,8 +78,9 @@ def test_positions_that_start_again_begin_a_sequence(model: PreTrainedModel, con
 
 
 def test_rows_become_one_flat_row(converted: Converted) -> None:
-    rows = flatten(torch.tensor([[7, 8, 9], [5, 6, 0]]), None, torch.tensor([[0, 1, 1], [1, 1, 0]]),
-                   converted.program.facts)
+    rows = flatten(
+        torch.tensor([[7, 8, 9], [5, 6, 0]]), None, torch.tensor([[0, 1, 1], [1, 1, 0]]), converted.program.facts
+    )
     assert rows.ids.tolist() == [8, 9, 5, 6]
     assert rows.positions.tolist() == [0, 1, 0, 1]
     assert rows.lengths == (2, 2)
@@ -173,8 +174,11 @@ def test_dtype_and_length(model: PreTrainedModel) -> None:
     torch.testing.assert_close(got, expected, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("passes", [Pipeline(()), default_pipeline().until(Stage.CANONICAL),
-                                    default_pipeline().without("fuse_qkv")], ids=["none", "canonical", "no_qkv"])
+@pytest.mark.parametrize(
+    "passes",
+    [Pipeline(()), default_pipeline().until(Stage.CANONICAL), default_pipeline().without("fuse_qkv")],
+    ids=["none", "canonical", "no_qkv"],
+)
 def test_any_pipeline_gives_the_same_logits(model: PreTrainedModel, passes: Pipeline) -> None:
     close(fxbackend.convert(model, passes=passes)(ids(2, 9)), reference(model, ids(2, 9)))
 
@@ -184,9 +188,19 @@ def test_save_and_read_back(tmp_path: Path, model: PreTrainedModel, converted: C
     converted.save(folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["FxbackendForCausalLM"]
-    expected = {"model_type": "fxbackend_program", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 199, "max_position_embeddings": 64,
-                "dtype": "float32", "eos_token_id": 2, "tie_word_embeddings": False}
+    expected = {
+        "model_type": "fxbackend_program",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 199,
+        "max_position_embeddings": 64,
+        "dtype": "float32",
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
     assert expected.items() <= config.items()
     assert config["source_config"]["model_type"] == "mistral"
     assert set(load_file(folder / "model.safetensors")) == {name for name, _ in model.named_parameters()}
@@ -223,7 +237,8 @@ def test_to_vllm_launches_from_a_directory_that_lives_as_long(
     # The dtype of the program, and no tokenizer with a model in hand.
     assert arguments == {"dtype": "float32", "max_model_len": 32, "skip_tokenizer_init": True}
     assert {"config.json", "program.json", "constants.safetensors", "model.safetensors"} <= {
-        path.name for path in folder.iterdir()}
+        path.name for path in folder.iterdir()
+    }
     del engine
     gc.collect()
     assert not folder.exists()

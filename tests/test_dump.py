@@ -50,7 +50,11 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     for _ in range(2):
         fxbackend.convert(tiny_config("llama"), passes=default_pipeline().until(Stage.CANONICAL), dump=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "007_Other", "notes.txt", "008_LlamaForCausalLM", "009_LlamaForCausalLM"}
+        "007_Other",
+        "notes.txt",
+        "008_LlamaForCausalLM",
+        "009_LlamaForCausalLM",
+    }
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -85,7 +89,7 @@ def test_two_runs_of_one_conversion_go_on_counting(tmp_path: Path) -> None:
     observers = observers_from_settings("A", directory=tmp_path)
     pipeline = default_pipeline()
     half = pipeline.until(Stage.CANONICAL)
-    rest = fxbackend.Pipeline(pipeline.passes[len(half.passes):])
+    rest = fxbackend.Pipeline(pipeline.passes[len(half.passes) :])
     rest.run(half.run(captured, observers), observers)
     numbers = sorted(path.name for path in (tmp_path / "001_A" / "rank0").iterdir() if path.is_dir())
     assert int(numbers[-1][:3]) == len(pipeline.passes)

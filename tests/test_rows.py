@@ -56,9 +56,11 @@ APART: dict[str, Build] = {
     "heads": lambda rw, h: rw.call(aten.reshape.default, h, [count(rw), 2, 4]),
     "heads first": lambda rw, h: rw.call(aten.transpose.int, rw.call(aten.reshape.default, h, [count(rw), 2, 4]), 0, 1),
     "halves": lambda rw, h: rw.call(
-        aten.cat.default, [rw.call(aten.slice.Tensor, h, 1, 4, 8), rw.call(aten.slice.Tensor, h, 1, 0, 4)], 1),
+        aten.cat.default, [rw.call(aten.slice.Tensor, h, 1, 4, 8), rw.call(aten.slice.Tensor, h, 1, 0, 4)], 1
+    ),
     "a table by position": lambda rw, h: rw.call(
-        aten.add.Tensor, h, rw.call(aten.embedding.default, rw.slot("table"), rw.program.inputs()["positions"])),
+        aten.add.Tensor, h, rw.call(aten.embedding.default, rw.slot("table"), rw.program.inputs()["positions"])
+    ),
     "zeros per token": lambda rw, h: rw.call(aten.add.Tensor, h, rw.call(aten.zeros.default, [count(rw), 8])),
 }
 MIXED: dict[str, tuple[Build, str]] = {
@@ -67,20 +69,38 @@ MIXED: dict[str, tuple[Build, str]] = {
     "mean of tokens": (call(aten.mean.dim, [0], True), "lost the token dimension"),
     "mean of all": (call(aten.mean.dim, []), "lost the token dimension|runs over all dimensions"),
     "last token": (call(aten.slice.Tensor, 0, -1, 2**63 - 1), "lost the token dimension|rows, not one per token"),
-    "scores": (lambda rw, h: rw.call(aten.matmul.default, h, rw.call(aten.transpose.int, h, 0, 1)), "relates every token"),
-    "gram matrix": (lambda rw, h: rw.call(aten.matmul.default, rw.call(aten.transpose.int, h, 0, 1), h), "lost the token"),
+    "scores": (
+        lambda rw, h: rw.call(aten.matmul.default, h, rw.call(aten.transpose.int, h, 0, 1)),
+        "relates every token",
+    ),
+    "gram matrix": (
+        lambda rw, h: rw.call(aten.matmul.default, rw.call(aten.transpose.int, h, 0, 1), h),
+        "lost the token",
+    ),
     "twice": (lambda rw, h: rw.call(aten.cat.default, [h, h], 0), "rows, not one per token"),
     "flip": (call(aten.flip.default, [0]), "runs along the token dimension"),
     "roll": (call(aten.roll.default, [1], [0]), "has no rule"),
     "place in the row": (
-        lambda rw, h: rw.call(aten.add.Tensor, h, rw.call(
-            aten.unsqueeze.default, rw.call(aten.to.dtype, rw.call(aten.arange.default, count(rw)), torch.float32), 1)),
-        "counts the tokens"),
+        lambda rw, h: rw.call(
+            aten.add.Tensor,
+            h,
+            rw.call(
+                aten.unsqueeze.default,
+                rw.call(aten.to.dtype, rw.call(aten.arange.default, count(rw)), torch.float32),
+                1,
+            ),
+        ),
+        "counts the tokens",
+    ),
     "number of tokens": (lambda rw, h: rw.call(aten.mul.Tensor, h, count(rw)), "computes with the number of tokens"),
     "other tokens by index": (
-        lambda rw, h: rw.call(aten.index_select.default, h, 0, rw.program.inputs()["positions"]), "picks rows among"),
+        lambda rw, h: rw.call(aten.index_select.default, h, 0, rw.program.inputs()["positions"]),
+        "picks rows among",
+    ),
     "tokens moved into the width": (
-        lambda rw, h: rw.call(aten.reshape.default, rw.call(aten.transpose.int, h, 0, 1), [count(rw), 8]), "view moves"),
+        lambda rw, h: rw.call(aten.reshape.default, rw.call(aten.transpose.int, h, 0, 1), [count(rw), 8]),
+        "view moves",
+    ),
     "previous token": (call(aten.slice.Tensor, 0, 0, -1), "rows, not one per token"),
 }
 

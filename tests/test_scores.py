@@ -63,17 +63,25 @@ def test_what_a_row_has_in_common_does_not_count() -> None:
 WRONG = {
     "no mask": (lambda s: s, "neither causal nor a causal window"),
     "a prefix that sees itself both ways": (
-        lambda s: torch.where((ages(s.shape[-1]) < 0) & (torch.arange(s.shape[-1]) > 1), -1e4, s), "neither causal"),
+        lambda s: torch.where((ages(s.shape[-1]) < 0) & (torch.arange(s.shape[-1]) > 1), -1e4, s),
+        "neither causal",
+    ),
     "chunks": (
-        lambda s: torch.where(torch.arange(s.shape[-1]).unsqueeze(1) // 4 == torch.arange(s.shape[-1]) // 4, causal(s), -1e4),
-        "neither causal"),
+        lambda s: torch.where(
+            torch.arange(s.shape[-1]).unsqueeze(1) // 4 == torch.arange(s.shape[-1]) // 4, causal(s), -1e4
+        ),
+        "neither causal",
+    ),
     "heads that see different tokens": (
         lambda s: torch.cat((causal(s[:2]), causal(s[2:]).masked_fill(ages(s.shape[-1]) >= 1, -1e4))),
-        "heads see different tokens|neither causal"),
+        "heads see different tokens|neither causal",
+    ),
     "a square of the scores": (lambda s: causal(s * s), "neither a multiple of the product nor a soft cap"),
     "scores cut off": (lambda s: causal(s.clamp(-1, 1)), "neither a multiple of the product nor a soft cap"),
     "a bias that is no slope": (
-        lambda s: causal(s + torch.log1p(ages(s.shape[-1]).clamp(min=0).float())), "no ALiBi slope"),
+        lambda s: causal(s + torch.log1p(ages(s.shape[-1]).clamp(min=0).float())),
+        "no ALiBi slope",
+    ),
 }
 
 

@@ -88,13 +88,16 @@ def test_the_text_holds_no_machine(tmp_path: Path) -> None:
     assert made == {"fuse_qkv"}
 
 
-@pytest.mark.parametrize(("old", "new", "says"), [
-    ('"format": 1', '"format": 99', "format 99, and this version .* reads format 1"),
-    ("fxbackend.qkv.default", "fxbackend.quark.default", "'fxbackend.quark.default', which this version"),
-    ("fxbackend.qkv.default", "os.system.default", "'os.system.default', which this version"),
-    ('{\n "format"', '"format"', "no JSON"),
-    ('"constants": [', '"constants": ["lost", ', "holds no \\['lost'\\]"),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"format": 1', '"format": 99', "format 99, and this version .* reads format 1"),
+        ("fxbackend.qkv.default", "fxbackend.quark.default", "'fxbackend.quark.default', which this version"),
+        ("fxbackend.qkv.default", "os.system.default", "'os.system.default', which this version"),
+        ('{\n "format"', '"format"', "no JSON"),
+        ('"constants": [', '"constants": ["lost", ', "holds no \\['lost'\\]"),
+    ],
+)
 def test_unknown_text_is_refused(old: str, new: str, says: str) -> None:
     one = program("llama")
     text = to_text(one)

@@ -29,8 +29,13 @@ _LARGE = 1 << 14  # elements
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
-def capture(model_class: type[PreTrainedModel], config: PretrainedConfig, facts: Facts,
-            instance: PreTrainedModel | None = None, device: torch.device | str = "cpu") -> Program:
+def capture(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    facts: Facts,
+    instance: PreTrainedModel | None = None,
+    device: torch.device | str = "cpu",
+) -> Program:
     """Captures `model_class(config)` with inputs `input_ids` and `positions` of shape `[1, tokens]`.
 
     Args:
@@ -58,11 +63,22 @@ def capture(model_class: type[PreTrainedModel], config: PretrainedConfig, facts:
     return Program(graph, plan, facts, Stage.CAPTURED, mode).copy()  # a graph that no module owns
 
 
-def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype,
-           mode: FakeTensorMode, device: torch.device | str) -> PreTrainedModel:
+def _build(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    mode: FakeTensorMode,
+    device: torch.device | str,
+) -> PreTrainedModel:
     config = copy.deepcopy(config)
     config.use_cache = False
-    with hooks.installed(lambda module: "", 1), expert_hooks.installed(lambda module: ""), mode, torch.device(device), no_init_weights():
+    with (
+        hooks.installed(lambda module: "", 1),
+        expert_hooks.installed(lambda module: ""),
+        mode,
+        torch.device(device),
+        no_init_weights(),
+    ):
         model = _construct(model_class, config, dtype)
         model.tie_weights()  # part of the initialisation that was skipped
     if model.config._attn_implementation not in (hooks.IMPLEMENTATION, "eager"):
@@ -72,8 +88,12 @@ def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: 
 
 def _construct(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     def build(implementation: str) -> PreTrainedModel:
-        return model_class._from_config(copy.deepcopy(config), attn_implementation=implementation,
-                                        experts_implementation=hooks.IMPLEMENTATION, dtype=dtype)
+        return model_class._from_config(
+            copy.deepcopy(config),
+            attn_implementation=implementation,
+            experts_implementation=hooks.IMPLEMENTATION,
+            dtype=dtype,
+        )
 
     if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
         return build(hooks.IMPLEMENTATION)
@@ -98,6 +118,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _buffers_only(model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A second build with real buffers: rotary frequencies are in no checkpoint."""
+
     def build() -> PreTrainedModel:
         return model_class._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
 
@@ -114,8 +135,13 @@ class _LargeOnMeta(TorchFunctionMode):
     then took up to a fifth more memory than it needs.
     """
 
-    def __torch_function__(self, function: Callable[..., object], types: object, args: tuple[object, ...] = (),
-                           kwargs: dict[str, object] | None = None) -> object:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if function is torch.empty and not kwargs.get("device"):
             like = function(*args, **{**kwargs, "device": "meta"})
@@ -142,14 +168,18 @@ def _same_modules(fake: PreTrainedModel, instance: PreTrainedModel | None) -> No
     if rebuilt != given:
         wrong = sorted(name for name in rebuilt.keys() | given.keys() if rebuilt.get(name) != given.get(name))
         raise CaptureError(
-            f"{type(instance).__name__} rebuilt from its config is not the model in hand: " +
-            ", ".join(f"{name} {given.get(name, 'absent')} in the model, {rebuilt.get(name, 'absent')} rebuilt"
-                      for name in wrong[:8]) + ". Its __init__ must make all parameters from the config alone."
+            f"{type(instance).__name__} rebuilt from its config is not the model in hand: "
+            + ", ".join(
+                f"{name} {given.get(name, 'absent')} in the model, {rebuilt.get(name, 'absent')} rebuilt"
+                for name in wrong[:8]
+            )
+            + ". Its __init__ must make all parameters from the config alone."
         )
 
 
-def _freeze_ropes(fake: PreTrainedModel, fresh: Callable[[], PreTrainedModel],
-                  longest: int) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
+def _freeze_ropes(
+    fake: PreTrainedModel, fresh: Callable[[], PreTrainedModel], longest: int
+) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
     """Ropes whose frequencies depend on the length read it on the host; they are frozen at `longest` positions.
 
     Returns:
@@ -158,8 +188,11 @@ def _freeze_ropes(fake: PreTrainedModel, fresh: Callable[[], PreTrainedModel],
     """
     notes: list[str] = []
     buffers: dict[str, torch.Tensor] = {}
-    modules = [(path, module) for path, module in fake.named_modules()
-               if getattr(module, "rope_type", None) in _LENGTH_DEPENDENT_ROPES]
+    modules = [
+        (path, module)
+        for path, module in fake.named_modules()
+        if getattr(module, "rope_type", None) in _LENGTH_DEPENDENT_ROPES
+    ]
     real = fresh() if modules else fake
     for path, module in modules:
         kind = module.rope_type
@@ -168,47 +201,64 @@ def _freeze_ropes(fake: PreTrainedModel, fresh: Callable[[], PreTrainedModel],
         module.rope_type = "default"
         module.attention_scaling = rotary.attention_scaling
         buffers |= {f"{path}.{name}": value for name, value in rotary.named_buffers()}
-        notes.append(f"{path}: rope type {kind!r} depends on the length; its frequencies are those of "
-                     f"max_model_len={longest} tokens at every length.")
+        notes.append(
+            f"{path}: rope type {kind!r} depends on the length; its frequencies are those of "
+            f"max_model_len={longest} tokens at every length."
+        )
     return tuple(notes), buffers
 
 
-def _trace(model: PreTrainedModel, facts: Facts, mode: FakeTensorMode,
-           device: torch.device | str) -> tuple[fx.Graph, list[str], dict[str, torch.Tensor]]:
+def _trace(
+    model: PreTrainedModel, facts: Facts, mode: FakeTensorMode, device: torch.device | str
+) -> tuple[fx.Graph, list[str], dict[str, torch.Tensor]]:
     ids = token_input(mode, "input_ids", (1, example_tokens(facts.max_model_len)), device)
     with mode:
         positions = torch.empty(ids.shape, dtype=torch.int64, device=device)
     tensors = _tensors(model)
     paths = {module: path for path, module in model.named_modules()}
+
     def forward(ids: torch.Tensor, positions: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
         state = dict(zip(tensors, values, strict=True))
         with _reparametrize_module(model, state, tie_weights=True):
-            # No position_ids: the model's own default is the truth (RoBERTa counts from pad + 1), and the pass `positions`
-            # finds what counts.
+            # No position_ids: the model's own default is the truth (RoBERTa counts from pad + 1), and the pass
+            # `positions` finds what counts.
             result = model(input_ids=ids, use_cache=False)
         if getattr(result, "logits", None) is None:
-            raise CaptureError(f"{type(model).__name__} returns no logits ({type(result).__name__}): hand in a model "
-                               "with a language-model head, such as a ...ForCausalLM.")
+            raise CaptureError(
+                f"{type(model).__name__} returns no logits ({type(result).__name__}): hand in a model "
+                "with a language-model head, such as a ...ForCausalLM."
+            )
         return result.logits
 
     tracer = make_fx(forward, tracing_mode="real", pre_dispatch=True, record_stack_traces=False)
     try:
-        with hooks.installed(lambda m: paths.get(m, type(m).__name__), facts.max_model_len), \
-                expert_hooks.installed(lambda m: paths.get(m, type(m).__name__)), _module_paths(paths), _no_collection(), mode, torch.no_grad(), torch.device(device):
+        with (
+            hooks.installed(lambda m: paths.get(m, type(m).__name__), facts.max_model_len),
+            expert_hooks.installed(lambda m: paths.get(m, type(m).__name__)),
+            _module_paths(paths),
+            _no_collection(),
+            mode,
+            torch.no_grad(),
+            torch.device(device),
+        ):
             module = tracer(ids, positions, *tensors.values())
     except FxBackendError:
         raise
     except Exception as error:
         if f"({ids.shape[-1]})" in str(error):  # two sizes that do not fit, and one of them is the token count
-            raise CaptureError(f"{type(model).__name__} fixes the number of tokens: {_reason(error)}{_where(error)}, "
-                               f"where {ids.shape[-1]} is the token count. It must work for every number of tokens."
-                               ) from error
-        raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {_reason(error)}{_where(error)}."
-                           ) from error
+            raise CaptureError(
+                f"{type(model).__name__} fixes the number of tokens: {_reason(error)}{_where(error)}, "
+                f"where {ids.shape[-1]} is the token count. It must work for every number of tokens."
+            ) from error
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured as one graph: {_reason(error)}{_where(error)}."
+        ) from error
     tokens: object = ids.shape[-1]
     if not isinstance(tokens, torch.SymInt) or tokens.node.maybe_as_int() is not None:
-        raise CaptureError(f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
-                           "token dimension with a constant. It must work for every number of tokens.")
+        raise CaptureError(
+            f"{type(model).__name__} fixes the number of tokens to {tokens}: its forward compares the "
+            "token dimension with a constant. It must work for every number of tokens."
+        )
     _no_host_reads(module.graph, model)
     _no_silent_guards(mode, model, str(tokens.node.expr), facts.max_model_len)
     constants = {str(node.target): getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}
@@ -220,23 +270,31 @@ def _no_host_reads(graph: fx.Graph, model: PreTrainedModel) -> None:
     for node in graph.nodes:
         if node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             place = (node.meta.get("custom") or {}).get("module", "")
-            raise CaptureError(f"{type(model).__name__} cannot be captured as one graph: {place or 'its forward'} reads the "
-                               "value of a tensor on the host (item(), tolist()) and makes shapes of it, which no graph "
-                               "can hold; it must stay a tensor.")
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured as one graph: {place or 'its forward'} reads the "
+                "value of a tensor on the host (item(), tolist()) and makes shapes of it, which no graph "
+                "can hold; it must stay a tensor."
+            )
 
 
 def _no_silent_guards(mode: FakeTensorMode, model: PreTrainedModel, symbol: str, longest: int) -> None:
     """A branch on the token count was decided at trace time; it may not hold for another batch.
 
-    One that holds for every row of 2 to `longest - 1` tokens is the slice of a mask or of a table of `longest` rows. The
-    proof of row independence refuses the program if such a slice is still in it when masks and positions are rewritten.
+    One that holds for every row of 2 to `longest - 1` tokens is the slice of a mask or of a table of `longest` rows.
+    The proof of row independence refuses the program if such a slice is still in it when masks and positions are
+    rewritten.
     """
-    guards = [str(guard.expr) for guard in mode.shape_env.guards  # type: ignore[union-attr]
-              if symbol in str(guard.expr) and not _holds(guard.expr, longest)]
+    guards = [
+        str(guard.expr)
+        for guard in mode.shape_env.guards  # type: ignore[union-attr]
+        if symbol in str(guard.expr) and not _holds(guard.expr, longest)
+    ]
     if guards:
-        raise CaptureError(f"{type(model).__name__} branches on the number of tokens: {', '.join(guards[:4])} was "
-                           f"taken as true while tracing ({symbol} is the token count), and need not be for another "
-                           "batch. Its forward must do the same for every number of tokens.")
+        raise CaptureError(
+            f"{type(model).__name__} branches on the number of tokens: {', '.join(guards[:4])} was "
+            f"taken as true while tracing ({symbol} is the token count), and need not be for another "
+            "batch. Its forward must do the same for every number of tokens."
+        )
 
 
 def _holds(expression: sympy.Basic, longest: int) -> bool:
@@ -246,8 +304,10 @@ def _holds(expression: sympy.Basic, longest: int) -> bool:
 
 def _reason(error: BaseException) -> str:
     if type(error).__name__ in _HOST_READS:
-        return ("its forward reads the value of a tensor on the host (item(), tolist(), a branch on it), which no "
-                "graph can hold; it must stay a tensor")
+        return (
+            "its forward reads the value of a tensor on the host (item(), tolist(), a branch on it), which no "
+            "graph can hold; it must stay a tensor"
+        )
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
@@ -295,8 +355,10 @@ def _module_paths(paths: dict[nn.Module, str]) -> Iterator[None]:
         if module in paths:
             stack.pop()(None, None, None)
 
-    handles = [nn.modules.module.register_module_forward_pre_hook(enter),
-               nn.modules.module.register_module_forward_hook(leave, always_call=True)]
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
     try:
         with fx_traceback.preserve_node_meta():
             yield
@@ -305,8 +367,9 @@ def _module_paths(paths: dict[nn.Module, str]) -> Iterator[None]:
             handle.remove()
 
 
-def _weight_plan(fake: PreTrainedModel, real: nn.Module, frozen: dict[str, torch.Tensor],
-                 device: torch.device | str) -> WeightPlan:
+def _weight_plan(
+    fake: PreTrainedModel, real: nn.Module, frozen: dict[str, torch.Tensor], device: torch.device | str
+) -> WeightPlan:
     plan = WeightPlan()
     first: dict[int, str] = {}
     for name, value in fake.named_parameters(remove_duplicate=False):

@@ -31,7 +31,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def __init__(self, places: Mapping[str, tuple[Path, str]]):
         """Args:
-            places: for every name the file, and the name in that file.
+        places: for every name the file, and the name in that file.
         """
         self.places = dict(places)
         self._files: dict[Path, safe_open] = {}
@@ -46,15 +46,19 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if (directory / INDEX_FILE).is_file():
             files = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
             if lost := sorted({name for name in files.values() if not (directory / name).is_file()}):
-                raise InputError(f"{directory / INDEX_FILE} names {', '.join(lost)}, which {directory} does not hold: "
-                                 "finish the download or copy.")
+                raise InputError(
+                    f"{directory / INDEX_FILE} names {', '.join(lost)}, which {directory} does not hold: "
+                    "finish the download or copy."
+                )
             return cls({name: (directory / file, name) for name, file in files.items()})
         if (directory / SINGLE_FILE).is_file():
             with safe_open(directory / SINGLE_FILE, framework="pt") as file:
                 return cls({name: (directory / SINGLE_FILE, name) for name in file.keys()})  # noqa: SIM118  (no mapping)
         if other := sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pth") for path in directory.glob(pattern)):
-            raise InputError(f"{directory} holds weights as {', '.join(other[:3])}; load the model with Transformers "
-                             "and save it with save_pretrained(), which writes safetensors.")
+            raise InputError(
+                f"{directory} holds weights as {', '.join(other[:3])}; load the model with Transformers "
+                "and save it with save_pretrained(), which writes safetensors."
+            )
         return None
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
@@ -78,8 +82,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return next((tensor.dtype for tensor in self.values() if tensor.is_floating_point()), None)
 
 
-def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig, plan: WeightPlan,
-                    names: Iterable[str]) -> dict[str, str]:
+def parameter_names(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, plan: WeightPlan, names: Iterable[str]
+) -> dict[str, str]:
     """For every name of a checkpoint the name in the plan, by Transformers' own rules for the class.
 
     Covers renamed modules, a base-model prefix too many or too few, and buffers that Transformers skips (left out).
@@ -106,9 +111,11 @@ def parameter_names(model_class: type[PreTrainedModel], config: PretrainedConfig
         if converted is not None and name not in known:
             converter = next(each for each in converters if converted in each.source_patterns)
             if not experts.add(name, new, converted, converter):
-                raise UnsupportedModelError(f"Transformers converts the checkpoint tensor {name!r} of "
-                                            f"{model_class.__name__} while loading it ({converter.operations}), which "
-                                            "is not supported yet; hand in the loaded model instead.")
+                raise UnsupportedModelError(
+                    f"Transformers converts the checkpoint tensor {name!r} of "
+                    f"{model_class.__name__} while loading it ({converter.operations}), which "
+                    "is not supported yet; hand in the loaded model instead."
+                )
             result[name] = name
         elif new in known or not skipped.search(name):
             result[name] = new
@@ -128,8 +135,11 @@ def check_shapes(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
         for index, piece in enumerate(slot.pieces):  # a captured slot is one tensor, or one per expert
             wanted = slot.piece_shape(index) if slot.folded else slot.shape
             shapes[piece.source] = (tuple(state[names[piece.source]].shape), wanted)
-    wrong = [f"{name} is {given} in the checkpoint, {wanted} in the model" for name, (given, wanted) in shapes.items()
-             if given != wanted]
+    wrong = [
+        f"{name} is {given} in the checkpoint, {wanted} in the model"
+        for name, (given, wanted) in shapes.items()
+        if given != wanted
+    ]
     if wrong:
         raise WeightError(f"{'; '.join(wrong)}. Check that config.json and the weight files belong together.")
 
@@ -145,8 +155,10 @@ def check_ties(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:
             continue
         one, other = state[alias], state[source]
         if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
-            raise WeightError(f"the config ties {alias} to {source}, and the checkpoint holds both with different "
-                              "values: set tie_word_embeddings to false in config.json if they are meant to differ.")
+            raise WeightError(
+                f"the config ties {alias} to {source}, and the checkpoint holds both with different "
+                "values: set tie_word_embeddings to false in config.json if they are meant to differ."
+            )
 
 
 def adopt_buffers(plan: WeightPlan, state: Mapping[str, torch.Tensor]) -> None:

@@ -14,8 +14,18 @@ from fxbackend.program import Facts
 
 _DEFAULT_LENGTH = 2048
 # What config classes call the number of positions; the same names as vLLM looks for.
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions", "n_ctx",
-            "model_max_length", "max_sequence_length", "max_seq_length", "seq_len")
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "n_ctx",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
 _MODEL_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 
 
@@ -41,8 +51,9 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> Pretrain
     except OSError as error:
         if path.exists():
             raise InputError(f"the config.json of {source} cannot be read: {error}") from error
-        raise InputError(f"{source} is neither a directory with a config.json nor a model id that can be reached: "
-                         f"{error}") from error
+        raise InputError(
+            f"{source} is neither a directory with a config.json nor a model id that can be reached: {error}"
+        ) from error
 
 
 def causal_class(config: PretrainedConfig) -> type[torch.nn.Module]:
@@ -52,11 +63,14 @@ def causal_class(config: PretrainedConfig) -> type[torch.nn.Module]:
         UnsupportedModelError: an encoder-decoder, or a model type without such a class.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"model type {config.model_type!r} is an encoder-decoder; fxbackend converts "
-                                    "causal language models.")
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} is an encoder-decoder; fxbackend converts causal language models."
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"model type {config.model_type!r} has no causal language model in Transformers; "
-                                    "pass the loaded model itself if the class is your own.")
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} has no causal language model in Transformers; "
+            "pass the loaded model itself if the class is your own."
+        )
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 

@@ -47,15 +47,27 @@ def installed(module_path: Callable[[torch.nn.Module], str], longest: int) -> It
         longest: up to how many positions a mask's rule is compared with the rule it is taken for.
     """
 
-    def attend(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-               attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-               softcap: float | None = None, sliding_window: int | None = None, s_aux: torch.Tensor | None = None,
-               is_causal: bool | None = None, **keywords: object) -> tuple[torch.Tensor, None]:
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **keywords: object,
+    ) -> tuple[torch.Tensor, None]:
         path = module_path(module)
         for name, given in keywords.items():
             if name not in _HARMLESS and given is not None and given is not False:
-                raise CaptureError(f"the attention {path} is called with the keyword {name!r} "
-                                   f"({type(given).__name__}), which fxbackend does not map; it would be dropped.")
+                raise CaptureError(
+                    f"the attention {path} is called with the keyword {name!r} "
+                    f"({type(given).__name__}), which fxbackend does not map; it would be dropped."
+                )
         # The module's own attribute says nothing beside a mask, as in eager attention (BigBird-Pegasus).
         causal = is_causal is not False and (attention_mask is not None or getattr(module, "is_causal", True))
         if not causal:
@@ -68,14 +80,22 @@ def installed(module_path: Callable[[torch.nn.Module], str], longest: int) -> It
         if isinstance(scale, torch.Tensor):
             raise CaptureError(f"the attention {path} has a scaling that is a tensor; only a number is mapped.")
         window = -1 if sliding_window is None else int(sliding_window)
-        out = torch.ops.fxbackend.hf_attention(query, key, value, attention_mask, s_aux, float(scale),
-                                               float(softcap or 0.0), window, path)
+        out = torch.ops.fxbackend.hf_attention(
+            query, key, value, attention_mask, s_aux, float(scale), float(softcap or 0.0), window, path
+        )
         return out, None
 
-    def build_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
-                   mask_function: Callable[..., object] = masking_utils.causal_mask_function,
-                   attention_mask: torch.Tensor | None = None, device: torch.device | str = "cpu",
-                   **_options: object) -> torch.Tensor:
+    def build_mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable[..., object] = masking_utils.causal_mask_function,
+        attention_mask: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+        **_options: object,
+    ) -> torch.Tensor:
         # The options left over say how a mask is materialised (dtype, skip, vmap), not which tokens it hides.
         if q_offset or kv_offset or not (attention_mask is None or _all_ones(attention_mask)):
             raise CaptureError("a mask was built with a padding mask or an offset, which capture never passes.")

@@ -19,8 +19,14 @@ from fxbackend.hf.checkpoint import Checkpoint, adopt_buffers, check_shapes, che
 from fxbackend.hf.facts import causal_class, load_config, read_facts
 from fxbackend.program import Program
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "half": torch.float16, "bfloat16": torch.bfloat16,
-           "float64": torch.float64, "float": torch.float32}
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "float": torch.float32,
+}
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 
 
@@ -89,8 +95,9 @@ def open_source(model: object, dtype: str | torch.dtype | None = None, trust_rem
     elif isinstance(model, (str, Path)):
         source = _from_files(model, wanted, trust_remote_code)
     else:
-        raise InputError(f"cannot convert a {type(model).__name__}: give a PreTrainedModel, its config, or a model "
-                         "directory or id.")
+        raise InputError(
+            f"cannot convert a {type(model).__name__}: give a PreTrainedModel, its config, or a model directory or id."
+        )
     _refuse(source.config)
     return source
 
@@ -134,8 +141,12 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
 
 def _refuse(config: PretrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"model type {config.model_type!r} is an encoder-decoder; fxbackend converts "
-                                    "causal language models: give one of those.")
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} is an encoder-decoder; fxbackend converts "
+            "causal language models: give one of those."
+        )
     if getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(f"this {config.model_type!r} model is quantised, which is not supported yet: give "
-                                    "the model in float32, float16 or bfloat16.")
+        raise UnsupportedModelError(
+            f"this {config.model_type!r} model is quantised, which is not supported yet: give "
+            "the model in float32, float16 or bfloat16."
+        )

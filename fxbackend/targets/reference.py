@@ -27,8 +27,10 @@ class ReferenceModel:
             WeightError: a tensor is missing or unexpected; all of them are listed.
         """
         if program.facts.world_size > 1:
-            raise LoweringError(f"the program is that of one of {program.facts.world_size} ranks; the reference target "
-                                "runs whole programs.")
+            raise LoweringError(
+                f"the program is that of one of {program.facts.world_size} ranks; the reference target "
+                "runs whole programs."
+            )
         self.program = program
         self.weights = SlotValues(program, weights)
 

@@ -14,8 +14,9 @@ from fxbackend.split import Parts
 dialect = torch.ops.fxbackend
 
 
-def run_ranks(programs: Sequence[Program], inputs: Mapping[str, torch.Tensor],
-              state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def run_ranks(
+    programs: Sequence[Program], inputs: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
     """The output of every rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""Models that the engine's own backends refuse or get wrong, in the real engine: all log-probabilities as in Transformers."""
+"""Models that the engine's own backends refuse, in the real engine: all log-probabilities as in Transformers."""
 
 from __future__ import annotations
 

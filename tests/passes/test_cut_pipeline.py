@@ -14,7 +14,6 @@ from fxbackend.pipeline import Pipeline
 from fxbackend.printer import program_text
 from fxbackend.split import Parts, split
 from fxbackend.targets.simulation import run_stages
-
 from tests.programs import fused
 
 
@@ -30,7 +29,9 @@ def cut(model: torch.nn.Module, layers: tuple[int, ...]) -> tuple[Parts, torch.T
 
 
 @pytest.mark.parametrize("layers", [(2, 2), (1, 2, 1), (4,)])
-@pytest.mark.parametrize(("model_type", "crossing"), [("llama", 2), ("gemma", 2), ("phi", 1), ("gpt_neox", 1), ("cohere", 1)])
+@pytest.mark.parametrize(
+    ("model_type", "crossing"), [("llama", 2), ("gemma", 2), ("phi", 1), ("gpt_neox", 1), ("cohere", 1)]
+)
 def test_stages_give_the_logits_of_the_whole(model_type: str, crossing: int, layers: tuple[int, ...]) -> None:
     parts, logits, reference = cut(tiny_model(model_type, num_hidden_layers=4), layers)
     torch.testing.assert_close(logits, reference, atol=1e-5, rtol=1e-5)
@@ -39,7 +40,9 @@ def test_stages_give_the_logits_of_the_whole(model_type: str, crossing: int, lay
 
 def test_each_stage_holds_its_own_weights_only() -> None:
     parts, _logits, _reference = cut(tiny_model("llama", num_hidden_layers=4), (1, 2, 1))
-    layers = [{name.split(".")[2] for name in part.slots() if name.startswith("model.layers.")} for part in parts.stages]
+    layers = [
+        {name.split(".")[2] for name in part.slots() if name.startswith("model.layers.")} for part in parts.stages
+    ]
     # The norm in front of a layer is fused with the sum that ends the layer before, so it stands on that stage.
     assert layers == [{"0", "1"}, {"1", "2", "3"}, {"3"}]
     assert all("input_layernorm" in name for name in parts.stages[0].slots() if name.startswith("model.layers.1."))

@@ -21,7 +21,9 @@ class Added(Body):
         return torch.baddbmm(x, x, torch.ones(1, 8, 8), **self.factors)
 
 
-@pytest.mark.parametrize(("beta", "alpha", "ops"), [(1, 1, (0, 1)), (1, 0.25, (1, 1)), (0.5, 2, (2, 1)), (0, 0.25, (1, 0))])
+@pytest.mark.parametrize(
+    ("beta", "alpha", "ops"), [(1, 1, (0, 1)), (1, 0.25, (1, 1)), (0.5, 2, (2, 1)), (0, 0.25, (1, 0))]
+)
 def test_baddbmm(beta: float, alpha: float, ops: tuple[int, int]) -> None:
     program, state = start("decompose", Added(beta, alpha))
     after = check_pass(program, Decompose(), state, matches=1)

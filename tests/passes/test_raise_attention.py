@@ -26,7 +26,9 @@ class ByHand(Body):
 
     def __init__(self) -> None:
         kv = self.kv_heads * SIZE
-        super().__init__(q=nn.Linear(WIDTH, WIDTH), k=nn.Linear(WIDTH, kv), v=nn.Linear(WIDTH, kv), o=nn.Linear(WIDTH, WIDTH))
+        super().__init__(
+            q=nn.Linear(WIDTH, WIDTH), k=nn.Linear(WIDTH, kv), v=nn.Linear(WIDTH, kv), o=nn.Linear(WIDTH, WIDTH)
+        )
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(1, x.shape[1], -1, SIZE).transpose(1, 2)
@@ -112,9 +114,16 @@ def attention(program: Program) -> tuple[object, ...]:
 
 
 SCALE = round(SIZE**-0.5, 7)
-SPELLINGS = [(ByHand, (4, 4, SCALE, 0, 0.0)), (Flat, (4, 4, SCALE, 0, 0.0)), (BiasInTheProduct, (4, 4, SCALE, 0, 0.0)),
-             (Capped, (4, 4, SCALE, 0, 5.0)), (Window, (4, 4, SCALE, 4, 0.0)), (Grouped, (4, 2, SCALE, 0, 0.0)),
-             (Interleaved, (4, 2, SCALE, 0, 0.0)), (Dropped, (4, 4, SCALE, 0, 0.0))]
+SPELLINGS = [
+    (ByHand, (4, 4, SCALE, 0, 0.0)),
+    (Flat, (4, 4, SCALE, 0, 0.0)),
+    (BiasInTheProduct, (4, 4, SCALE, 0, 0.0)),
+    (Capped, (4, 4, SCALE, 0, 5.0)),
+    (Window, (4, 4, SCALE, 4, 0.0)),
+    (Grouped, (4, 2, SCALE, 0, 0.0)),
+    (Interleaved, (4, 2, SCALE, 0, 0.0)),
+    (Dropped, (4, 4, SCALE, 0, 0.0)),
+]
 
 
 @pytest.mark.parametrize(("body", "expected"), SPELLINGS, ids=lambda each: getattr(each, "__name__", ""))
@@ -139,7 +148,9 @@ def test_sequences_of_a_row_do_not_see_each_other(body: type[ByHand]) -> None:
     ids = torch.randint(0, 11, (12,), generator=torch.Generator().manual_seed(3))
     positions = torch.cat((torch.arange(7), torch.arange(5)))
     with sequences((7, 5)), torch.no_grad():
-        logits = program.run({"input_ids": ids, "positions": positions}, program.weights.materialise(model.state_dict()))
+        logits = program.run(
+            {"input_ids": ids, "positions": positions}, program.weights.materialise(model.state_dict())
+        )
         alone = torch.cat([model(part[None], None)[0] for part in ids.split((7, 5))])
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
@@ -193,8 +204,13 @@ class HiddenBias(ByHand):
         return super().scores(q, k) + k.sum(-1).unsqueeze(2)
 
 
-REFUSED = [(Read, "users"), (ReadScores, "read elsewhere"), (BothWays, "neither causal"), (TrainedBias, "trained weight"),
-           (HiddenBias, "two values of the hidden states")]
+REFUSED = [
+    (Read, "users"),
+    (ReadScores, "read elsewhere"),
+    (BothWays, "neither causal"),
+    (TrainedBias, "trained weight"),
+    (HiddenBias, "two values of the hidden states"),
+]
 
 
 @pytest.mark.parametrize(("body", "reason"), REFUSED, ids=lambda each: getattr(each, "__name__", ""))

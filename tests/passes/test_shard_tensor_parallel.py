@@ -14,7 +14,6 @@ from fxbackend.printer import program_text
 from fxbackend.program import Program
 from fxbackend.targets.simulation import run_ranks
 from fxbackend.weights import Shard
-
 from tests.programs import fused
 
 LENGTH = 11
@@ -43,7 +42,9 @@ def assert_ranks_equal_one(model_type: str, world: int, expected: int, **changes
         if slot.shard is not None:
             whole = torch.arange(torch.Size(slot.shape).numel()).reshape(slot.shape)
             parts = [slot.shard.take(whole, rank, world).unique() for rank in range(world)]
-            assert torch.equal(torch.cat(parts).unique(), whole.flatten()), f"{slot.name} is not held whole by all ranks"
+            assert torch.equal(torch.cat(parts).unique(), whole.flatten()), (
+                f"{slot.name} is not held whole by all ranks"
+            )
     return ranks[0]
 
 
@@ -82,7 +83,9 @@ def test_a_bias_on_the_row_side_is_added_once() -> None:
 def test_heads_that_the_ranks_do_not_divide_stay_whole_and_say_so() -> None:
     rank = assert_ranks_equal_one("llama", 3, expected=2)  # 192 / 3 divides the gated unit, 4 heads do not
     reasons = [str(refusal) for refusal in rank.history[-1].refusals]
-    assert reasons and all("is not divided by 3" in reason or "cannot be dealt to 3 ranks" in reason for reason in reasons)
+    assert reasons and all(
+        "is not divided by 3" in reason or "cannot be dealt to 3 ranks" in reason for reason in reasons
+    )
 
 
 @pytest.mark.parametrize(("world", "kv_heads"), [(2, 2), (4, 2), (4, 4)])

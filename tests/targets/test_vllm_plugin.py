@@ -48,11 +48,27 @@ def engine_config(path: str, **more: object) -> ModelConfig:
 
 def test_names_of_the_generic_class_are_ours_and_no_others() -> None:
     ours = {name for name, entry in ModelRegistry.models.items() if getattr(entry, "class_name", "") == compat.PROGRAM}
-    assert ours >= {"TransformersForCausalLM", "GPTNeoXForCausalLM", "PhiForCausalLM", "Olmo2ForCausalLM",
-                    "SmolLM3ForCausalLM", "Starcoder2ForCausalLM", "FxbackendForCausalLM", "TransformersMoEForCausalLM",
-                    "FlexOlmoForCausalLM", "HunYuanMoEV1ForCausalLM", "MellumForCausalLM"}
-    for name in ("LlamaForCausalLM", "MixtralForCausalLM", "TransformersMultiModalForCausalLM",
-                 "TransformersMultiModalMoEForCausalLM", "TransformersEmbeddingModel", "TransformersMoEEmbeddingModel"):
+    assert ours >= {
+        "TransformersForCausalLM",
+        "GPTNeoXForCausalLM",
+        "PhiForCausalLM",
+        "Olmo2ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+        "FxbackendForCausalLM",
+        "TransformersMoEForCausalLM",
+        "FlexOlmoForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "MellumForCausalLM",
+    }
+    for name in (
+        "LlamaForCausalLM",
+        "MixtralForCausalLM",
+        "TransformersMultiModalForCausalLM",
+        "TransformersMultiModalMoEForCausalLM",
+        "TransformersEmbeddingModel",
+        "TransformersMoEEmbeddingModel",
+    ):
         assert name not in ours
 
 

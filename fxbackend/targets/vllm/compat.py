@@ -1,10 +1,10 @@
 """Answers vLLM's own questions about a model before ours is asked for. All that we change in vLLM is changed here.
 
-vLLM resolves an architecture in the parent process, before a worker builds any model. Four answers must be ours there:
+vLLM resolves an architecture in the parent process, before a worker builds any model. Four answers must be ours.
 
-1. *Which class?* Every name that vLLM serves by its generic classes for causal language models (20 in 0.32, read off its
-   registry, `TransformersForCausalLM` and `TransformersMoEForCausalLM` among them) is registered again, with our class. What
-   vLLM had is kept.
+vLLM resolves an architecture in the parent, before a worker builds any model. Four answers must be ours there:
+   registry, `TransformersForCausalLM` and `TransformersMoEForCausalLM` among them) is registered again, with our class.
+   What vLLM had is kept.
 2. *Is the Hugging Face class compatible?* vLLM refuses classes that do not declare the attention interface. We need no
    interface, so that one refusal is lifted while it asks, and only for models that come to us.
 3. *Whose model is it?* Pooling models stay with vLLM, and so does, with `FXBACKEND_FALLBACK=1`, a model that cannot be

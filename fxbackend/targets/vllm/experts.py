@@ -1,7 +1,8 @@
 """`moe`: the routed experts of a layer, with ids and weights as the program's own router makes them.
 
 On a GPU vLLM's fused kernel takes them. On a CPU its kernel knows softmax routing only, so the op's own body runs
-there, as one opaque call that compiles. Every rank holds a slice of every expert; the sum over ranks is the program's own.
+there, as one opaque call that compiles. Every rank holds a slice of every expert; the sum over ranks is the program's
+own.
 """
 
 from __future__ import annotations
