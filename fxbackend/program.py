@@ -222,7 +222,49 @@ def value_of(node: fx.Node) -> torch.Tensor:
 
 def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
     """The shape of a node's value; the token dimension is a `SymInt`."""
-    return tuple(value_of(node).shape)
+    return sizes_of(value_of(node))
+
+
+def sizes_of(value: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
+    """The shape of a fake tensor; torch's own annotation leaves out that a size may be a `SymInt`."""
+    return tuple(value.shape)
+
+
+def operand(node: fx.Node, index: int) -> fx.Node:
+    """The argument of a call at a place where a node stands.
+
+    Raises:
+        VerifyError: the argument is no node.
+    """
+    value = node.args[index]
+    if not isinstance(value, fx.Node):
+        raise VerifyError(f"argument {index} of {node.name} ({module_of(node)}) is {value}, not a node.")
+    return value
+
+
+def operand_list(node: fx.Node, index: int) -> list[fx.Node]:
+    """The argument of a call at a place where a list of nodes stands.
+
+    Raises:
+        VerifyError: the argument is no list of nodes.
+    """
+    value = node.args[index]
+    nodes = [each for each in value if isinstance(each, fx.Node)] if isinstance(value, (list, tuple)) else []
+    if not isinstance(value, (list, tuple)) or len(nodes) != len(value):
+        raise VerifyError(f"argument {index} of {node.name} ({module_of(node)}) is {value}, not a list of nodes.")
+    return nodes
+
+
+def integer(node: fx.Node, index: int) -> int:
+    """The argument of a call at a place where a plain number stands, such as a dimension.
+
+    Raises:
+        VerifyError: the argument is no integer.
+    """
+    value = node.args[index]
+    if not isinstance(value, int):
+        raise VerifyError(f"argument {index} of {node.name} ({module_of(node)}) is {value}, not an integer.")
+    return value
 
 
 def same_shape(left: fx.Node, right: fx.Node) -> bool:

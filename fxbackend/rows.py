@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxbackend.errors import UnsupportedModelError
 from fxbackend.printer import node_text
-from fxbackend.program import Program, module_of
+from fxbackend.program import Program, integer, module_of, operand, operand_list, sizes_of
 
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
@@ -128,7 +129,7 @@ def _values(node: fx.Node) -> list[torch.Tensor]:
 def token_dim(node: fx.Node) -> int | None:
     """The first dimension that counts tokens."""
     for value in _values(node):
-        for dim, size in enumerate(value.shape):
+        for dim, size in enumerate(sizes_of(value)):
             if isinstance(size, torch.SymInt):
                 return dim
     return None
@@ -136,7 +137,7 @@ def token_dim(node: fx.Node) -> int | None:
 
 def _wrong_shape(node: fx.Node, tokens: str) -> str | None:
     for value in _values(node):
-        symbolic = [size for size in value.shape if isinstance(size, torch.SymInt)]
+        symbolic = [size for size in sizes_of(value) if isinstance(size, torch.SymInt)]
         if len(symbolic) > 1:
             return "it relates every token to every other"
         if symbolic and str(symbolic[0]) != tokens:
@@ -177,23 +178,23 @@ def _makes_shape(node: fx.Node) -> bool:
 
 
 def _along(node: fx.Node) -> str | None:
-    source = node.args[0]
-    dims = node.args[1] if len(node.args) > 1 else None
+    source = operand(node, 0)
+    dims: Any = node.args[1] if len(node.args) > 1 else None
     if node.target is aten.topk.default:
         dims = node.args[2] if len(node.args) > 2 else -1
-    rank = _values(source)[0].ndim  # type: ignore[arg-type]
+    rank = _values(source)[0].ndim
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return "it runs over all dimensions, the tokens among them"
     listed = dims if isinstance(dims, (list, tuple)) else [dims]
-    where = token_dim(source)  # type: ignore[arg-type]
+    where = token_dim(source)
     if where is None and token_dim(node) is not None:
         return "it takes as many rows as the batch has tokens"
     return "it runs along the token dimension" if where in [int(dim) % rank for dim in listed] else None
 
 
 def _reshape(node: fx.Node) -> str | None:
-    source = _values(node.args[0])[0]  # type: ignore[arg-type]
-    here, there = token_dim(node.args[0]), token_dim(node)  # type: ignore[arg-type]
+    source = _values(operand(node, 0))[0]
+    here, there = token_dim(operand(node, 0)), token_dim(node)
     before = torch.Size(source.shape[:here]).numel() if here else 1
     after = torch.Size(_values(node)[0].shape[:there]).numel() if there else 1
     return None if before == after else "the view moves elements across the token dimension"
@@ -204,23 +205,16 @@ def _transpose(node: fx.Node) -> str | None:
 
 
 def _cat(node: fx.Node) -> str | None:
-    dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
-    items = node.args[0]
-    if any(token_dim(item) == dim for item in items):  # type: ignore[union-attr]
+    dim = integer(node, 1) if len(node.args) > 1 else 0
+    places = {token_dim(item) for item in operand_list(node, 0)}
+    if dim in places:
         return "it joins along the token dimension"
-    return (
-        "its operands have their tokens in different dimensions"
-        if len({token_dim(i) for i in items} - {None}) > 1
-        else None
-    )  # type: ignore[union-attr]
+    return "its operands have their tokens in different dimensions" if len(places - {None}) > 1 else None
 
 
 def _stack(node: fx.Node) -> str | None:
-    return (
-        "its operands have their tokens in different dimensions"
-        if len({token_dim(i) for i in node.args[0]}) > 1
-        else None
-    )  # type: ignore[union-attr]
+    places = {token_dim(item) for item in operand_list(node, 0)}
+    return "its operands have their tokens in different dimensions" if len(places) > 1 else None
 
 
 def _addmm(node: fx.Node) -> str | None:
@@ -250,12 +244,12 @@ def _lookup(node: fx.Node) -> str | None:
 
 def _index(node: fx.Node) -> str | None:
     """`x[:, :, indices]`: no index for the token dimension."""
-    where = token_dim(node.args[0])  # type: ignore[arg-type]
-    indices = node.args[1]
+    where = token_dim(operand(node, 0))
+    indices: Any = node.args[1]
     if where is None:
         return None
-    kept = where >= len(indices) or indices[where] is None  # type: ignore[arg-type, index]
-    alone = not any(token_dim(each) is not None for each in indices if each is not None)  # type: ignore[union-attr]
+    kept = where >= len(indices) or indices[where] is None
+    alone = not any(token_dim(each) is not None for each in indices if each is not None)
     return None if kept and alone else "it picks rows among the tokens"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
@@ -162,7 +163,7 @@ def scores_between(
             values: dict[fx.Node, object] = {product: value.reshape(shape).to(product.meta["val"].dtype)}
             for node in region:
                 values[node] = evaluator.value(node, values)
-            return values[scores].reshape(count, length, length).float()  # type: ignore[attr-defined, no-any-return]
+            return cast(torch.Tensor, values[scores]).reshape(count, length, length).float()
 
         return function
 
@@ -201,7 +202,7 @@ def _region(program: Program, product: fx.Node, scores: fx.Node) -> list[fx.Node
             raise UnknownScores(f"the score function reads the trained weight {node.target}")
         region.append(node)
         pending += node.all_input_nodes
-    return sorted(region)  # type: ignore[type-var]
+    return sorted(region)
 
 
 def _lengths(region: list[fx.Node], longest: int, heads: int) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxbackend.program import module_of, shape_of
+from fxbackend.program import integer, module_of, operand, shape_of
 
 aten = torch.ops.aten
 dialect = torch.ops.fxbackend
@@ -94,11 +94,11 @@ def _transpose(node: fx.Node, demand: Demand, _world: int) -> Pairs:
 
 
 def _unsqueeze(node: fx.Node, demand: Demand, _world: int) -> Pairs:
-    yield node.args[0], Demand(demand.dim - (demand.dim > node.args[1]), demand.copies, demand.sections)  # type: ignore[misc, operator]
+    yield operand(node, 0), Demand(demand.dim - (demand.dim > integer(node, 1)), demand.copies, demand.sections)
 
 
 def _squeeze(node: fx.Node, demand: Demand, _world: int) -> Pairs:
-    yield node.args[0], Demand(demand.dim + (demand.dim >= node.args[1]), demand.copies, demand.sections)  # type: ignore[misc, operator]
+    yield operand(node, 0), Demand(demand.dim + (demand.dim >= integer(node, 1)), demand.copies, demand.sections)
 
 
 def _over_dims(node: fx.Node, demand: Demand, _world: int) -> Pairs:
@@ -255,9 +255,9 @@ def _closed(block: Block) -> None:
             if user not in inside:
                 raise cannot(node, f"is used outside of its block, by {user.name}")
     for column in block.columns:
-        for operand in column.args[1:3]:
-            if isinstance(operand, fx.Node) and (operand.op != "get_attr" or len(operand.users) > 1):
-                raise cannot(column, f"{operand.target} is not a weight that only this place reads")
+        for weight in column.args[1:3]:
+            if isinstance(weight, fx.Node) and (weight.op != "get_attr" or len(weight.users) > 1):
+                raise cannot(column, f"{weight.target} is not a weight that only this place reads")
     weight = block.row.args[1]
     if weight.op != "get_attr" or len(weight.users) > 1:  # type: ignore[union-attr]
         raise cannot(block.row, f"{weight.target} is read elsewhere as well")  # type: ignore[union-attr]
@@ -272,7 +272,7 @@ def inner_width(node: fx.Node, world: int) -> int:
     inner = int(shape_of(node.args[4])[2])  # type: ignore[arg-type]
     if inner % world:
         raise cannot(node, f"the inner width {inner} of its experts is not divided by {world}")
-    for operand in node.args[3:7]:
-        if isinstance(operand, fx.Node) and (operand.op != "get_attr" or len(operand.users) > 1):
-            raise cannot(node, f"{operand.target} is not a weight that only this place reads")
+    for weight in node.args[3:7]:
+        if isinstance(weight, fx.Node) and (weight.op != "get_attr" or len(weight.users) > 1):
+            raise cannot(node, f"{weight.target} is not a weight that only this place reads")
     return inner

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxbackend.errors import PipelineError, UnsupportedModelError
 from fxbackend.pass_base import Pass
-from fxbackend.program import Stage
+from fxbackend.program import Stage, shape_of
 from fxbackend.rewriter import Rewriter
 
 dialect = torch.ops.fxbackend
@@ -77,7 +77,7 @@ def _cut(rw: Rewriter, index: int, last: fx.Node, first: fx.Node) -> None:
         )
     _, place, live = best
     following = nodes[place + 1]
-    for node in sorted(live):  # type: ignore[type-var]
+    for node in sorted(live):
         with rw.at(following, origin=node):
             rw.reroute_after(node, rw.call(dialect.stage_cut.default, node, index))
 
@@ -86,11 +86,11 @@ def _width(live: list[fx.Node]) -> int | None:
     """Elements per token of all live values; None when one is not a row per token."""
     total = 0
     for node in live:
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor) or value.ndim < 1 or not isinstance(value.shape[0], torch.SymInt):
+        shape = shape_of(node) if isinstance(node.meta["val"], torch.Tensor) else ()
+        if not shape or not isinstance(shape[0], torch.SymInt):
             return None
-        sizes = value.shape[1:]
-        if not all(isinstance(size, int) for size in sizes) or any(u.target is operator.getitem for u in node.users):
+        sizes = [size for size in shape[1:] if isinstance(size, int)]
+        if len(sizes) < len(shape) - 1 or any(user.target is operator.getitem for user in node.users):
             return None
         total += int(torch.Size(sizes).numel())
     return total

@@ -129,7 +129,7 @@ def _rule(rw: Rewriter, node: fx.Node, squeezed: dict[fx.Node, fx.Node]) -> fx.N
         if dims and all(isinstance(dim, int) and dim > 0 for dim in dims):
             moved = [dim - 1 for dim in dims]
             return rw.call(target, first, moved if several else moved[0], *map(small, args[2:]), **kwargs)
-    if target is aten.matmul.default and lost(args[1]) and len(shape_of(args[0])) == len(shape_of(args[1])):  # type: ignore[arg-type]
+    if target is aten.matmul.default and lost(args[1]) and len(shape_of(args[0])) == len(shape_of(args[1])):
         return rw.call(target, first, small(args[1]))
     if target is aten.linear.default and rank > 2 and not any(arg in squeezed for arg in args[1:]):
         return rw.call(target, first, *args[1:])

@@ -17,7 +17,7 @@ Refuses: a value of the number of tokens that does not count them. The proof of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import fx
@@ -121,7 +121,7 @@ def _offset(node: fx.Node, values: list[dict[fx.Node, object]]) -> int | None:
     """c where the value is `arange(tokens) + c` at every length."""
     offsets = set()
     for length, known in zip(_LENGTHS, values, strict=True):
-        row = known[node].flatten().double()  # type: ignore[union-attr]
+        row = cast(torch.Tensor, known[node]).flatten().double()
         if len(row) != length or not torch.equal(row, torch.arange(length) + row[0]) or row[0] != row[0].round():
             return None
         offsets.add(int(row[0]))

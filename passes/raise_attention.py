@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxbackend.pass_base import Pass, Refuse
-from fxbackend.program import Stage, shape_of
+from fxbackend.program import Stage, operand, shape_of
 from fxbackend.rewriter import Rewriter
 from fxbackend.scores import Scores, UnknownScores, scores_between
 
@@ -62,28 +62,26 @@ class RaiseAttention(Pass):
 
 def _back(softmax: fx.Node, hidden: set[fx.Node]) -> fx.Node | None:
     """The product of queries and keys; None when there is none (a router's softmax)."""
-    node, user = softmax.args[0], softmax
-    while True:
-        if node.target in _PRODUCTS:  # type: ignore[union-attr]
-            break
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())  # type: ignore[union-attr]
-        behind = [arg for arg in node.all_input_nodes if arg in hidden]  # type: ignore[union-attr]
-        if node.op != "call_function" or not (pointwise or node.target in _VIEWS) or not behind:  # type: ignore[union-attr]
+    node, user = operand(softmax, 0), softmax
+    while node.target not in _PRODUCTS:
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        behind = [arg for arg in node.all_input_nodes if arg in hidden]
+        if node.op != "call_function" or not (pointwise or node.target in _VIEWS) or not behind:
             return None
         if len(behind) > 1:
-            raise Refuse(f"{node.name} adds two values of the hidden states to one score: {[b.name for b in behind]}")  # type: ignore[union-attr]
-        if len(node.users) > 1:  # type: ignore[union-attr]
+            raise Refuse(f"{node.name} adds two values of the hidden states to one score: {[b.name for b in behind]}")
+        if len(node.users) > 1:
             raise Refuse(
-                f"the scores {node.name} are read elsewhere as well, by "  # type: ignore[union-attr]
+                f"the scores {node.name} are read elsewhere as well, by "
                 f"{[each.name for each in node.users if each is not user]}"
-            )  # type: ignore[union-attr]
-        node, user = behind[0], node  # type: ignore[assignment]
-    shape = shape_of(node)  # type: ignore[arg-type]
+            )
+        node, user = behind[0], node
+    shape = shape_of(node)
     if len(shape) < 3 or not all(isinstance(size, torch.SymInt) for size in shape[-2:]):
         return None
-    if len(node.users) > 1:  # type: ignore[union-attr]
-        raise Refuse(f"the product {node.name} of queries and keys is read elsewhere as well")  # type: ignore[union-attr]
-    return node  # type: ignore[return-value]
+    if len(node.users) > 1:
+        raise Refuse(f"the product {node.name} of queries and keys is read elsewhere as well")
+    return node
 
 
 def _forward(softmax: fx.Node) -> fx.Node:
@@ -106,15 +104,15 @@ def _forward(softmax: fx.Node) -> fx.Node:
 
 def _scores(rw: Rewriter, softmax: fx.Node, product: fx.Node, known: dict[object, Scores]) -> Scores:
     try:
-        return scores_between(rw.program, product, softmax.args[0], known)  # type: ignore[arg-type]
+        return scores_between(rw.program, product, operand(softmax, 0), known)
     except UnknownScores as reason:
         raise Refuse(str(reason)) from reason
 
 
 def _attention(rw: Rewriter, product: fx.Node, last: fx.Node, scores: Scores) -> fx.Node:
-    q = _heads_first(rw, product.args[0])  # type: ignore[arg-type]
-    k = _turned(rw, _heads_first(rw, product.args[1]))  # type: ignore[arg-type]
-    v = _heads_first(rw, last.args[1])  # type: ignore[arg-type]
+    q = _heads_first(rw, operand(product, 0))
+    k = _turned(rw, _heads_first(rw, operand(product, 1)))
+    v = _heads_first(rw, operand(last, 1))
     groups = _repeats(k), _repeats(v)
     if groups[0] is not None and groups[1] is not None and shape_of(groups[0])[0] == shape_of(groups[1])[0]:
         k, v = groups  # type: ignore[assignment]
@@ -130,23 +128,23 @@ def _attention(rw: Rewriter, product: fx.Node, last: fx.Node, scores: Scores) ->
 def _turned(rw: Rewriter, node: fx.Node) -> fx.Node:
     """Keys `[heads, tokens, width]` from `[heads, width, tokens]`."""
     if node.target is aten.transpose.int and node.args[1:] == (1, 2):
-        return node.args[0]  # type: ignore[return-value]
+        return operand(node, 0)
     return rw.call(aten.transpose.int, node, 1, 2)
 
 
 def _repeats(node: fx.Node) -> fx.Node | None:
     """`[kv heads, tokens, width]` behind heads that repeat each of them (grouped and multi-query attention)."""
     if node.target is aten.repeat_interleave.self_int and node.args[2] == 0:
-        return node.args[0]  # type: ignore[return-value]
-    if node.target is not aten.reshape.default or node.args[0].target is not aten.expand.default:  # type: ignore[union-attr]
+        return operand(node, 0)
+    if node.target is not aten.reshape.default or operand(node, 0).target is not aten.expand.default:
         return None
-    expanded = node.args[0]
-    source = expanded.args[0]  # type: ignore[union-attr]
-    shape, before = shape_of(expanded), shape_of(source)  # type: ignore[arg-type]
-    if source.target is not aten.unsqueeze.default or source.args[1] != 1 or len(shape) != 4:  # type: ignore[union-attr]
+    expanded = operand(node, 0)
+    source = operand(expanded, 0)
+    shape, before = shape_of(expanded), shape_of(source)
+    if source.target is not aten.unsqueeze.default or source.args[1] != 1 or len(shape) != 4:
         return None
     same = before[1] == 1 and shape[0] == before[0] and shape_of(node)[0] == int(shape[0]) * int(shape[1])
-    return source.args[0] if same else None  # type: ignore[return-value, union-attr]
+    return operand(source, 0) if same else None
 
 
 def _slopes(rw: Rewriter, slopes: tuple[float, ...]) -> fx.Node:

@@ -73,9 +73,9 @@ class ShardTensorParallel(Pass):
                 taken.update(block.columns, block.demands, [row])
                 blocks.append(block)
                 rw.matched()
-        for row, reason in whole:
+        for row, why in whole:
             if row not in taken:
-                rw.refuse(row, f"stays whole on every rank: {reason}")
+                rw.refuse(row, f"stays whole on every rank: {why}")
         for block in blocks:
             _split(rw, block, self.world)
         for node in rw.program.calls(dialect.moe.default):
@@ -87,7 +87,7 @@ def _split(rw: Rewriter, block: Block, world: int) -> None:
     for column in block.columns:
         if column.target is dialect.qkv.default:
             wanted = {user.args[1]: block.demands[user] for user in column.users}
-            sizes = [int(size) for size in column.args[3:]]  # type: ignore[call-overload, arg-type]
+            sizes = [int(size) for size in column.args[3:]]  # type: ignore[arg-type]
             copies = tuple(wanted[index].copies for index in range(3))
             for operand in column.args[1:3]:
                 _shard(rw, operand, Shard(0, tuple(sizes), copies), world)

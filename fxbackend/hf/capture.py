@@ -7,8 +7,9 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -139,13 +140,13 @@ class _LargeOnMeta(TorchFunctionMode):
         self,
         function: Callable[..., object],
         types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if function is torch.empty and not kwargs.get("device"):
             like = function(*args, **{**kwargs, "device": "meta"})
-            if like.numel() >= _LARGE:  # type: ignore[attr-defined]
+            if like.numel() >= _LARGE:
                 return like
         return function(*args, **kwargs)
 

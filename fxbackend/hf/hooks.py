@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fxbackend.ops  # noqa: F401  (registers the ops that the hooks leave)
 from fxbackend.errors import CaptureError
+from fxbackend.program import operand
 
 aten = torch.ops.aten
 IMPLEMENTATION = "fxbackend"
@@ -122,7 +123,7 @@ def _all_ones(mask: torch.Tensor) -> bool:
         return False
     node = get_proxy_slot(mask, mode.tracer).proxy.node
     while node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default):
-        node = node.args[0]
+        node = operand(node, 0)
     return node.target in (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 

@@ -35,7 +35,7 @@ def run_ranks(
             if len({(node.op, node.target) for node in nodes if node.op != "output"}) > 1:
                 raise VerifyError(f"the ranks' programs differ at {[node.name for node in nodes]}.")
             if nodes[0].op == "output":
-                return [known[node.args[0]] for known, node in zip(values, nodes, strict=True)]  # type: ignore[misc, index]
+                return [known[node.args[0]] for known, node in zip(values, nodes, strict=True)]  # type: ignore[misc]
             step(evaluators, values, nodes)
     raise VerifyError("the graph has no output.")
 
