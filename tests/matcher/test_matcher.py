@@ -41,7 +41,7 @@ def canonical(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> Program:
     program = program_of(Wrapped(Body(function), 8), dtype=dtype)
-    return before(default_pipeline(), "position_tables", program)
+    return before(default_pipeline(), "raise_attention", program)
 
 
 def last(program: Program) -> fx.Node:
