@@ -12,6 +12,7 @@ from fxbackend.passes.shard_tensor_parallel import ShardTensorParallel
 from fxbackend.pipeline import Pipeline
 from fxbackend.printer import program_text
 from fxbackend.program import Program
+from fxbackend.report import Report
 from fxbackend.targets.simulation import run_ranks
 from fxbackend.weights import Shard
 from tests.programs import fused
@@ -66,6 +67,15 @@ def test_one_rank_of_a_llama_block() -> None:
     assert program.weights.slots["model.layers.0.mlp.gate_up_proj.weight"].shard == Shard(0, (192, 192), (1, 1))
     assert program.weights.slots["model.layers.0.mlp.down_proj.weight"].shard == Shard(1, (192,), (1,))
     assert program.weights.slots["model.norm.weight"].shard is None
+
+
+def test_the_report_says_what_a_rank_holds_and_what_it_costs() -> None:
+    whole, rank = fused(tiny_model("llama")), shard(fused(tiny_model("llama")), 2)[0]
+    one, two = Report.of(whole), Report.of(rank)
+    assert one.rank_bytes == one.weight_bytes == two.weight_bytes and one.reductions == 0
+    split = sum(slot.bytes for slot in rank.weights if slot.shard is not None)
+    assert two.rank_bytes == two.weight_bytes - split // 2 and two.reductions == 4
+    assert "rank 0 of 2:" in str(two) and "4 reductions" in str(two) and "rank" not in str(one).splitlines()[-1]
 
 
 def test_key_heads_fewer_than_ranks_are_held_by_neighbours() -> None:

@@ -169,7 +169,7 @@ class FxbackendForCausalLM(nn.Module, SupportsPP):
             observer.after_pass(lowered, lowered.history[-1])
         self.loader = Loader(program.weights, self._receivers, conversion.names)
         self.fxbackend_program = lowered
-        self.fxbackend_report = Report.of(lowered)
+        self.fxbackend_report = Report.of(lowered, parallel=program)
         if parallel.rank == 0:
             logger.info("fxbackend serves %s", self.fxbackend_report.summary())
 
