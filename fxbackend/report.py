@@ -94,9 +94,10 @@ class Report:
                 console.print(f"{each.name} left {refusal}", markup=False, highlight=False)
         world = self.facts.world_size
         if world > 1:
+            rank, total, whole = (size / 2**20 for size in (self.rank_bytes, self.weight_bytes, self.whole_bytes))
             console.print(
-                f"rank {self.facts.rank} of {world}: {self.rank_bytes / 2**20:.1f} of "
-                f"{self.weight_bytes / 2**20:.1f} MiB of weights ({self.whole_bytes / 2**20:.1f} MiB whole on every rank), {self.reductions} reductions",
+                f"rank {self.facts.rank} of {world}: {rank:.1f} of {total:.1f} MiB of weights ({whole:.1f} MiB whole on "
+                f"every rank), {self.reductions} reductions",
                 markup=False,
                 highlight=False,
             )
