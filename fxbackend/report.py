@@ -96,8 +96,8 @@ class Report:
         if world > 1:
             rank, total, whole = (size / 2**20 for size in (self.rank_bytes, self.weight_bytes, self.whole_bytes))
             console.print(
-                f"rank {self.facts.rank} of {world}: {rank:.1f} of {total:.1f} MiB of weights ({whole:.1f} MiB whole on "
-                f"every rank), {self.reductions} reductions",
+                f"rank {self.facts.rank} of {world}: {rank:.1f} of {total:.1f} MiB of weights ({whole:.1f} MiB "
+                f"whole on every rank), {self.reductions} reductions",
                 markup=False,
                 highlight=False,
             )
