@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fxbackend.errors import PipelineError
+from fxbackend.errors import PipelineError, VerifyError
 from fxbackend.program import Program, Refusal, module_of
 from fxbackend.weights import Shard, Slot, WeightPlan
 
@@ -205,8 +205,15 @@ class Rewriter:
     def infer(self, node: fx.Node) -> None:
         """Computes a node's value from those of its arguments, on fake tensors."""
         args, kwargs = fx.node.map_arg(cast(Any, (node.args, node.kwargs)), lambda n: n.meta["val"])
-        with self.program.fake_mode, torch.no_grad():
-            node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
+        try:
+            with self.program.fake_mode, torch.no_grad():
+                node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise VerifyError(
+                f"{node.name} = {node.target} in {module_of(node) or 'no module'} has no value after {self.pass_name}: "
+                f"{reason}"
+            ) from error
 
     def matched(self) -> None:
         """Counts one rewritten place."""

@@ -12,7 +12,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
@@ -58,10 +58,24 @@ def capture(
     facts = dataclasses.replace(facts, notes=facts.notes + notes)
     graph, names, literals = _trace(fake, facts, mode, device)
     plan = _weight_plan(fake, real, frozen, device)
-    for name, value in literals.items():  # tensors that the forward makes of Python numbers
-        plan.add_constant(name, value.detach().clone())
+    for name, value in literals.items():
+        plan.add_constant(name, _literal(name, value, fake, real).detach().clone())
     _name_inputs(graph, names)
     return Program(graph, plan, facts, Stage.CAPTURED, mode).copy()  # a graph that no module owns
+
+
+def _literal(name: str, value: torch.Tensor, fake: PreTrainedModel, real: nn.Module) -> torch.Tensor:
+    """A tensor that the forward makes of Python numbers, or one that a module keeps without registering it."""
+    if not isinstance(value, FakeTensor):
+        return value
+    for path, module in fake.named_modules():
+        for attribute, kept in vars(module).items():
+            if kept is value:
+                return getattr(real.get_submodule(path), attribute)
+    raise CaptureError(
+        f"{type(fake).__name__} reads a tensor ({name}, {list(value.shape)}) that is no parameter, no buffer and no "
+        "attribute of a module, so that its value is not known: register it as a buffer."
+    )
 
 
 def _build(
@@ -97,7 +111,11 @@ def _construct(model_class: type[PreTrainedModel], config: PretrainedConfig, dty
         )
 
     if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
-        return build(hooks.IMPLEMENTATION)
+        try:
+            return build(hooks.IMPLEMENTATION)
+        except KeyError as error:  # a class that keeps a table of attention classes of its own (GIT)
+            if error.args != (hooks.IMPLEMENTATION,):
+                raise
     return build("eager")
 
 

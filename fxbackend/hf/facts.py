@@ -79,7 +79,7 @@ def read_facts(config: PretrainedConfig, architecture: str, dtype: torch.dtype, 
     text = config.get_text_config(decoder=True)
     longest = max_model_len
     if longest is None:
-        longest = next((size for name in _LENGTHS if (size := getattr(text, name, None))), _DEFAULT_LENGTH)
+        longest = next((size for name in _LENGTHS if (size := getattr(text, name, None) or 0) > 0), _DEFAULT_LENGTH)
     if longest < 1:
         raise InputError(f"max_model_len={longest} must be at least 1.")
     return Facts(architecture, config.model_type, dtype, int(longest), int(text.vocab_size))

@@ -100,7 +100,10 @@ def installed(module_path: Callable[[torch.nn.Module], str], longest: int) -> It
         # The options left over say how a mask is materialised (dtype, skip, vmap), not which tokens it hides.
         if q_offset or kv_offset or not (attention_mask is None or _all_ones(attention_mask)):
             raise CaptureError("a mask was built with a padding mask or an offset, which capture never passes.")
-        kind, size = _rule(mask_function, longest)
+        try:
+            kind, size = _rule(mask_function, longest)
+        except (AssertionError, RuntimeError) as error:  # closures over traced values (chunked attention)
+            kind, size = f"made of values that are not known while tracing ({type(error).__name__})", 0
         return torch.ops.fxbackend.attention_mask(torch.empty(0, device=device), kind, size)
 
     # Sequence borders are the engine's: what Transformers would read off the positions is not part of the model.
