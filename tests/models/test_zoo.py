@@ -97,10 +97,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_command_examines_writes_and_knows_its_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, page = tmp_path / "rows.jsonl", tmp_path / "coverage.md"
-    assert main(["coverage", "llama", "gemma3", "mamba", "--output", str(output), "--markdown", str(page)]) == 0
+    assert main(["coverage", "llama", "gemma3", "axk2", "--output", str(output), "--markdown", str(page)]) == 0
     rows = {row.key: row for row in coverage.read(output)}
     assert rows["llama"].outcome == "right" and rows["llama"].relative is not None
-    assert rows["mamba"].outcome == "refused" and rows["mamba"].reason
+    assert rows["axk2"].outcome == "refused" and rows["axk2"].reason
     assert rows["gemma3"].outcome == "excluded" and "gemma3_text" in rows["gemma3"].reason
     assert "2 models examined" in " ".join(capsys.readouterr().out.split())
     assert "| llama | right | yes | yes |" in page.read_text()
