@@ -142,6 +142,15 @@ def test_nothing_is_specialised_or_dropped_in_silence(trick: str, says: str) -> 
         fxbackend.convert(own_model(trick))
 
 
+def test_an_attribute_that_was_set_after_building_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.scaling = 0.9
+    with pytest.raises(
+        CaptureError, match=r"layers\.1\.self_attn\.scaling is 0\.9 in the model and .* change the config"
+    ):
+        fxbackend.convert(model)
+
+
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"returns no logits .*ForCausalLM"):
         fxbackend.convert(tiny_model("llama").model)

@@ -25,6 +25,7 @@ from fxbackend.hf import expert_hooks, hooks
 from fxbackend.program import Facts, Program, Stage, example_tokens, new_fake_mode, token_input
 from fxbackend.weights import Piece, Slot, WeightPlan
 
+_MODES = ("training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path")
 _HOST_READS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
 _LARGE = 1 << 14  # elements
 _LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
@@ -180,7 +181,16 @@ def _same_modules(fake: PreTrainedModel, instance: PreTrainedModel | None) -> No
                 raise CaptureError(
                     f"{type(instance).__name__} rebuilt from its config is not the model in hand: {name} is a "
                     f"{type(module).__name__} in one and {types.get(name, 'absent')} in the other. Modules that are "
-                    "exchanged or added after the model was built are lost: __init__ must build them from the config."
+                    "added or exchanged after the model was built are lost: __init__ must build them from the config."
+                )
+    for name, module in fake.named_modules():
+        kept, held = _plain(module), _plain(instance.get_submodule(name))
+        for attribute in kept.keys() & held.keys():
+            if kept[attribute] != held[attribute]:
+                raise CaptureError(
+                    f"{type(instance).__name__} rebuilt from its config is not the model in hand: {name}.{attribute} "
+                    f"is {held[attribute]!r} in the model and {kept[attribute]!r} rebuilt. Attributes that are "
+                    "set after the model was built are lost: change the config instead."
                 )
     rebuilt = {name: tuple(value.shape) for name, value in fake.named_parameters()}
     given = {name: tuple(value.shape) for name, value in instance.named_parameters()}
@@ -194,6 +204,15 @@ def _same_modules(fake: PreTrainedModel, instance: PreTrainedModel | None) -> No
             )
             + ". Its __init__ must make all parameters from the config alone."
         )
+
+
+def _plain(module: nn.Module) -> dict[str, int | float | str]:
+    """The numbers and words that a module keeps, but for its mode and for what a rotary embedding has seen."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str)) and not name.startswith("_") and name not in _MODES
+    }
 
 
 def _freeze_ropes(
