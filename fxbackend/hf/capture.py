@@ -181,16 +181,7 @@ def _same_modules(fake: PreTrainedModel, instance: PreTrainedModel | None) -> No
                 raise CaptureError(
                     f"{type(instance).__name__} rebuilt from its config is not the model in hand: {name} is a "
                     f"{type(module).__name__} in one and {types.get(name, 'absent')} in the other. Modules that are "
-                    "added or exchanged after the model was built are lost: __init__ must build them from the config."
-                )
-    for name, module in fake.named_modules():
-        kept, held = _plain(module), _plain(instance.get_submodule(name))
-        for attribute in kept.keys() & held.keys():
-            if kept[attribute] != held[attribute]:
-                raise CaptureError(
-                    f"{type(instance).__name__} rebuilt from its config is not the model in hand: {name}.{attribute} "
-                    f"is {held[attribute]!r} in the model and {kept[attribute]!r} rebuilt. Attributes that are "
-                    "set after the model was built are lost: change the config instead."
+                    "exchanged or added after the model was built are lost: __init__ must build them from the config."
                 )
     rebuilt = {name: tuple(value.shape) for name, value in fake.named_parameters()}
     given = {name: tuple(value.shape) for name, value in instance.named_parameters()}
@@ -204,6 +195,15 @@ def _same_modules(fake: PreTrainedModel, instance: PreTrainedModel | None) -> No
             )
             + ". Its __init__ must make all parameters from the config alone."
         )
+    for name, module in fake.named_modules():
+        kept, held = _plain(module), _plain(instance.get_submodule(name))
+        for attribute in kept.keys() & held.keys():
+            if kept[attribute] != held[attribute]:
+                raise CaptureError(
+                    f"{type(instance).__name__} rebuilt from its config is not the model in hand: {name}.{attribute} "
+                    f"is {held[attribute]!r} in the model and {kept[attribute]!r} rebuilt. Attributes that are "
+                    "set after the model was built are lost: change the config instead."
+                )
 
 
 def _plain(module: nn.Module) -> dict[str, int | float | str]:
